@@ -1,0 +1,41 @@
+# Everything a contributor or CI runs. `make help` lists it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help test test-full check format bench golden clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (a few minutes the first time: torch is the large part)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,torch]'
+	@touch $@
+
+test: $(READY)  ## all tests that fit into a few minutes
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: $(READY)  ## the long ones too
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+format: $(READY)  ## mend formatting and what the linter can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## what our client costs beside the official ones (throw-away environments)
+	$(BIN)/python benchmarks/client_cost.py
+
+golden: $(READY)  ## record the official clients' requests anew
+	$(BIN)/python tests/golden/record.py
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist build

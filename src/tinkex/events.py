@@ -1,0 +1,105 @@
+"""A local event bus: `tinkex.on("retry", print)`. Nothing here leaves the process.
+
+Events are frozen records with ids and timings; they never hold a body, a header or a key. Listeners run on the
+SDK's loop thread: they must be quick and must not call the SDK and wait. A listener that raises is logged and kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tinkex.errors import ValidationError
+
+log = logging.getLogger("tinkex.events")
+
+
+class RequestEvent(NamedTuple):
+    """One HTTP exchange ended (also a failed one: `status` is 0 without an answer)."""
+
+    endpoint: str
+    status: int
+    attempt: int
+    seconds: float
+    sent_bytes: int
+    received_bytes: int
+    error: str = ""
+
+
+class RetryEvent(NamedTuple):
+    """A request will be sent again after `delay_s`."""
+
+    endpoint: str
+    attempt: int
+    delay_s: float
+    reason: str
+
+
+class PollEvent(NamedTuple):
+    """A poll was answered. `outcome`: pending, try_again, metadata, failed, done, error."""
+
+    operation: str
+    request_id: str
+    polls: int
+    outcome: str
+
+
+class QueueEvent(NamedTuple):
+    """The service said why an operation waits."""
+
+    operation: str
+    request_id: str
+    state: str
+    reason: str | None
+
+
+class StepEvent(NamedTuple):
+    """An operation ended. `seconds` = submit + queue + compute + fetch."""
+
+    operation: str
+    model_id: str
+    seq_id: int
+    request_id: str
+    ok: bool
+    seconds: float
+    submit_s: float
+    queue_s: float
+    compute_s: float
+    fetch_s: float
+    error: str = ""
+
+
+Event = RequestEvent | RetryEvent | PollEvent | QueueEvent | StepEvent
+NAMES = ("request", "retry", "poll", "queue", "step")
+_listeners: dict[str, tuple[Callable[[Any], object], ...]] = dict.fromkeys(NAMES, ())
+
+
+def on(event: str, listener: Callable[[Any], object]) -> Callable[[], None]:
+    """Call `listener` with every event of that name; returns a function that ends it.
+
+    >>> import tinkex
+    >>> stop = tinkex.on("step", lambda step: print(step.operation, step.seconds))
+    >>> stop()
+    """
+    if event not in _listeners:
+        raise ValidationError(f"There is no event {event!r}. Events: {', '.join(NAMES)}.")
+    _listeners[event] = (*_listeners[event], listener)
+
+    def stop() -> None:
+        _listeners[event] = tuple(kept for kept in _listeners[event] if kept is not listener)
+
+    return stop
+
+
+def wanted(event: str) -> bool:
+    """Whether anyone listens: hot paths ask before they build a record."""
+    return bool(_listeners[event])
+
+
+def emit(event: str, record: Event) -> None:
+    for listener in _listeners[event]:
+        try:
+            listener(record)
+        except Exception:  # an edge: a listener's fault must not fail the operation it watches
+            log.exception("A listener of %r events raised", event)

@@ -1,0 +1,238 @@
+"""The only reader of the environment and of configuration files. An explicit argument always wins.
+
+Order: argument, environment, file (`tinkex.toml` in the user's configuration folder, or named by TINKEX_CONFIG,
+table `[client]`), default. Every name stands in one of the two tables below; `docs/settings.md` is made from them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from tinkex.errors import ConfigError
+
+DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KEYLESS = "tml-local"
+"""Sent to a service on this machine when no key is set: official servers insist on some key with this prefix."""
+
+ENVIRONMENT = {
+    # The official package's names, read as it reads them.
+    "base_url": "TINKER_BASE_URL",
+    "api_key": "TINKER_API_KEY",
+    "credential_cmd": "TINKER_CREDENTIAL_CMD",
+    "project_id": "TINKER_PROJECT_ID",
+    "tags": "TINKER_TAGS",
+    "telemetry": "TINKER_TELEMETRY",
+    "log": "TINKER_LOG",
+    "cf_client_id": "CLOUDFLARE_ACCESS_CLIENT_ID",
+    "cf_client_secret": "CLOUDFLARE_ACCESS_CLIENT_SECRET",
+    # Ours.
+    "timeout_s": "TINKEX_TIMEOUT_S",
+    "max_retries": "TINKEX_MAX_RETRIES",
+    "unreachable_s": "TINKEX_UNREACHABLE_S",
+    "deadline_s": "TINKEX_DEADLINE_S",
+    "proxy": "TINKEX_PROXY",
+    "ca_file": "TINKEX_CA_FILE",
+    "cache_dir": "TINKEX_CACHE_DIR",
+    "wait_line_s": "TINKEX_WAIT_LINE_S",
+}
+"""Config field → environment variable."""
+
+POOL_SIZES = {"session": 4, "train": 16, "sample": 64, "retrieve": 1000, "telemetry": 2}
+"""HTTP/1.1 connections per kind of traffic. A long poll occupies one, so `retrieve` is wide; HTTP/2 needs few."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything a client needs to know, settled once and passed down."""
+
+    base_url: str = DEFAULT_BASE_URL
+    api_key: str = field(default="", repr=False)
+    timeout_s: float = 60.0
+    max_retries: int = 10
+    unreachable_s: float = 300.0
+    deadline_s: float = 7200.0
+    wait_line_s: float = 60.0
+    pools: Mapping[str, int] = field(default_factory=lambda: dict(POOL_SIZES), hash=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
+    telemetry: bool = True
+    proxy: str | None = field(default=None, repr=False)
+    ca_file: str | None = None
+    project_id: str | None = None
+    tags: tuple[str, ...] = ()
+    cf_client_id: str | None = field(default=None, repr=False)
+    cf_client_secret: str | None = field(default=None, repr=False)
+    cache_dir: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What shared state is kept under: the normalised base URL and the key."""
+        return self.base_url, self.api_key
+
+
+def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
+    """Settle a configuration. Arguments that are None count as not given."""
+    environ = os.environ if environ is None else environ
+    given = {name: value for name, value in arguments.items() if value is not None}
+    known = {entry.name for entry in fields(Config)}
+    if unknown := sorted(given.keys() - known):
+        raise ConfigError(f"Unknown settings: {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+    merged = _file(environ) | _from_environment(environ) | given
+    command = merged.pop("credential_cmd", None)
+    merged.pop("log", None)
+    merged["base_url"] = normalise_url(merged.get("base_url") or DEFAULT_BASE_URL)
+    if not merged.get("api_key"):
+        merged["api_key"] = _key_from(command) or _stored_key() or _keyless(merged["base_url"])
+    merged["pools"] = {**POOL_SIZES, **merged.get("pools", {})}
+    merged.setdefault("cache_dir", str(_cache_dir(environ)))
+    return Config(**merged)
+
+
+def log_level(environ: Mapping[str, str] | None = None) -> str:
+    """TINKER_LOG: debug or info; anything else leaves logging alone."""
+    return (os.environ if environ is None else environ).get("TINKER_LOG", "").lower()
+
+
+def normalise_url(url: str) -> str:
+    """One spelling per service, so that shared state is found: lower-case host, no final slash or usual port."""
+    parts = urlsplit(url.strip())
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"base_url {url!r} is not an http(s) address. Example: http://127.0.0.1:8642")
+    if parts.username or parts.password:
+        raise ConfigError("base_url must not hold a user name or password. Pass api_key= instead.")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    if parts.port and parts.port != {"http": 80, "https": 443}[parts.scheme]:
+        host = f"{host}:{parts.port}"
+    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
+
+
+def is_loopback(base_url: str) -> bool:
+    host = urlsplit(base_url).hostname or ""
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def with_overrides(config: Config, **changes: Any) -> Config:
+    return replace(config, **changes)
+
+
+def _check(config: Config) -> None:
+    for name in ("timeout_s", "unreachable_s", "deadline_s", "wait_line_s"):
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"{name} must be above 0 seconds, not {getattr(config, name)!r}.")
+    if config.max_retries < 0:
+        raise ConfigError(f"max_retries must be 0 or more, not {config.max_retries!r}.")
+    if unknown := sorted(set(config.pools) - set(POOL_SIZES)):
+        raise ConfigError(f"Unknown pools: {', '.join(unknown)}. Known: {', '.join(POOL_SIZES)}.")
+    for name, size in config.pools.items():
+        if size < 1:
+            raise ConfigError(f"Pool {name!r} needs at least one connection, not {size!r}.")
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found = {}
+    for name, variable in ENVIRONMENT.items():
+        text = environ.get(variable, "").strip()
+        if text:
+            found[name] = _read(name, text, variable)
+    return found
+
+
+def _read(name: str, text: str, source: str) -> Any:
+    if name in ("timeout_s", "unreachable_s", "deadline_s", "wait_line_s"):
+        return _number(float, text, source)
+    if name == "max_retries":
+        return _number(int, text, source)
+    if name == "telemetry":
+        return text.lower() in ("1", "true", "yes", "on")
+    if name == "tags":
+        return tuple(tag.strip() for tag in text.split(",") if tag.strip())
+    return text
+
+
+def _number(kind: type, text: str, source: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{source}={text!r} is not a number.") from None
+
+
+def _file(environ: Mapping[str, str]) -> dict[str, Any]:
+    named = environ.get("TINKEX_CONFIG")
+    path = Path(named) if named else _config_dir(environ) / "tinkex.toml"
+    if not path.is_file():
+        if named:
+            raise ConfigError(f"TINKEX_CONFIG names {named}, which is not a file.")
+        return {}
+    import tomllib
+
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("client", {})
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"{path} is not valid TOML: {problem}") from None
+    known = {entry.name for entry in fields(Config)} | {"credential_cmd"}
+    if unknown := sorted(table.keys() - known):
+        raise ConfigError(f"{path} has unknown settings in [client]: {', '.join(unknown)}.")
+    if "tags" in table:
+        table["tags"] = tuple(table["tags"])
+    return dict(table)
+
+
+def _key_from(command: str | None) -> str:
+    """TINKER_CREDENTIAL_CMD: a command of the user's own whose output is the key."""
+    if not command:
+        return ""
+    import shlex
+    import subprocess
+
+    try:
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as problem:
+        # The command line may hold a secret: name the kind of failure only.
+        raise ConfigError(f"TINKER_CREDENTIAL_CMD failed ({type(problem).__name__}).") from None
+    return done.stdout.strip()
+
+
+def _stored_key() -> str:
+    """The key that `tinker auth login` of the official package keeps."""
+    path = Path.home() / ".tinker" / "credentials.json"
+    if not path.is_file():
+        return ""
+    import json
+
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return str(stored["keys"][stored["default"]]["key"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _keyless(base_url: str) -> str:
+    if is_loopback(base_url):
+        return KEYLESS
+    raise ConfigError(
+        "No API key. Pass api_key=..., or set TINKER_API_KEY. A service on this machine "
+        "(base_url=http://127.0.0.1:...) needs none."
+    )
+
+
+def _config_dir(environ: Mapping[str, str]) -> Path:
+    if sys.platform == "win32":
+        return Path(environ.get("APPDATA") or Path.home()) / "tinkex"
+    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "tinkex"
+
+
+def _cache_dir(environ: Mapping[str, str]) -> Path:
+    if sys.platform == "win32":
+        return Path(environ.get("LOCALAPPDATA") or Path.home()) / "tinkex" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "tinkex"
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkex"
