@@ -1,0 +1,478 @@
+"""A request → the bytes of its body: one function per request, and `request` for any request value as it was made.
+
+The bytes are those of the official clients: 0.4.1 for Dialect.JSON, 0.36.0 for Dialect.PROTO, keys in the same order
+(golden recordings pin this). The rules are in `Dialect`; these fields have quirks of their own:
+
+| field | quirk |
+|---|---|
+| create_session.user_metadata | required: None is sent as null (JSON) by hand-made requests; clients send {} |
+| create_model.user_metadata, lora_config.seed | JSON clients always pass them: null is none, and a random seed |
+| create_sampling_session.base_model, model_path | JSON clients always pass both; the one not meant is null |
+| forward(_backward).loss_fn_config | JSON clients always pass it; null and {} mean no settings; numbers are floats |
+| optim_step.adam_params | JSON: {} means all defaults. PROTO: stands last; other optimizers are optimizer_params |
+| load_weights.optimizer | JSON: absent in 0.4.1, where the service decides; sent when given. PROTO: always sent |
+| load_weights key order | JSON: model_id, path, seq_id. PROTO: path after the ids |
+| asample.prompt_logprobs | JSON: null is sent, PROTO: dropped; both mean false |
+| sampling_params.stop | absent or null keeps the model's own end tokens, [] switches them off |
+| sampling_params.temperature, top_p | PROTO sends the defaults as floats (1.0) |
+| options newer than 0.4.1 | JSON: sent only if they differ from their default |
+| tensors | no shape: JSON leaves the key out, protobuf the field; float32 data are exactly the float32 values |
+| images | PROTO has no height, width and tokens: `tokens` travels as expected_tokens |
+| image asset pointers | legal in prompts of asample and in JSON training data; protobuf training data have none |
+| datum spans | protobuf only; JSON has no field for them and leaves them out |
+| finish.detail, set_checkpoint_ttl.ttl_seconds | null is always sent: it means no detail, and keep for ever |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tinkex.types.base import Value
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.sampling import SampleRequest, SamplingParams
+from tinkex.types.tensor import TensorData
+from tinkex.types.training import (
+    AdamParams,
+    CreateModelRequest,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LoraConfig,
+    OptimizerConfig,
+    OptimParams,
+    OptimStepRequest,
+)
+from tinkex.types.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
+from tinkex.wire.body import PROTOBUF, Body
+from tinkex.wire.dialect import Dialect
+from tinkex.wire.json_codec import dump, encode
+from tinkex.wire.json_inputs import write_data, write_params, write_prompt, write_tensor
+
+if TYPE_CHECKING:
+    from tinkex.types.session import SessionSearchRequest
+    from tinkex.types.telemetry import TelemetryEvent
+
+
+def request(value: Value, dialect: Dialect) -> Body:
+    """Any request value, each field absent, null or set, as its maker left it."""
+    if isinstance(value, (ForwardRequest, ForwardBackwardRequest)):
+        return _training_request(value, dialect)
+    if isinstance(value, SampleRequest):
+        fields = dump(value, dialect)
+        fields["prompt"] = write_prompt(value.prompt, dialect)
+        fields["sampling_params"] = write_params(value.sampling_params, dialect)
+        return Body(encode(fields))
+    fields = dump(value, dialect)
+    if isinstance(value, OptimStepRequest):
+        return Body(encode(_optim_fields(fields, value.optim_params, dialect)))
+    if isinstance(value, LoadWeightsRequest) and dialect is Dialect.JSON:
+        fields = {name: fields[name] for name in ("model_id", "path", "seq_id") if name in fields} | fields
+    return Body(encode(fields))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given; the others stay at their default, and in the JSON dialect off the wire."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+# ── The service and the session
+
+
+def client_config(sdk_version: str) -> Body:
+    """Also the body of client/dynamic_config."""
+    return Body(encode({"sdk_version": sdk_version}))
+
+
+def auth_token() -> Body:
+    return Body(b"{}")
+
+
+def create_session(
+    tags: Iterable[str],
+    user_metadata: Mapping[str, Any] | None,
+    sdk_version: str,
+    project_id: str | None = None,
+    display_name: str | None = None,
+    *,
+    dialect: Dialect,
+) -> Body:
+    from tinkex.types.session import CreateSessionRequest
+
+    options = _given(project_id=project_id, display_name=display_name)
+    metadata = dict(user_metadata or {})
+    made = CreateSessionRequest(tags=list(tags), user_metadata=metadata, sdk_version=sdk_version, **options)
+    return request(made, dialect)
+
+
+def session_heartbeat(session_id: str, *, dialect: Dialect) -> Body:
+    return _typed({"session_id": session_id}, "session_heartbeat", dialect)
+
+
+def finish_session(reason: str, detail: str | None) -> Body:
+    return Body(encode({"reason": {"type": reason}, "detail": detail}))
+
+
+def create_sampling_session(
+    session_id: str,
+    sampling_session_seq_id: int,
+    base_model: str | None = None,
+    model_path: str | None = None,
+    *,
+    dialect: Dialect,
+) -> Body:
+    fields = {
+        "session_id": session_id,
+        "sampling_session_seq_id": sampling_session_seq_id,
+        "base_model": base_model,
+        "model_path": model_path,
+    }
+    return _typed(fields, "create_sampling_session", dialect)
+
+
+def join_sampling_session(sampling_session_id: str) -> Body:
+    return _typed({"sampling_session_id": sampling_session_id}, "join_sampling_session", Dialect.PROTO)
+
+
+def telemetry(
+    events: Sequence[TelemetryEvent],
+    platform: str,
+    sdk_version: str,
+    session_id: str,
+    process_uuid: str,
+    *,
+    dialect: Dialect,
+) -> Body:
+    fields: dict[str, Any] = {
+        "events": [dump(event, dialect) for event in events],
+        "platform": platform,
+        "sdk_version": sdk_version,
+        "session_id": session_id,
+    }
+    if dialect is Dialect.PROTO:
+        fields["process_uuid"] = process_uuid
+    return Body(encode(fields))
+
+
+def _typed(fields: dict[str, Any], word: str, dialect: Dialect) -> Body:
+    if dialect is Dialect.PROTO:
+        fields = _given(**fields) | {"type": word}
+    return Body(encode(fields))
+
+
+# ── Training
+
+
+def create_model(
+    session_id: str,
+    model_seq_id: int,
+    base_model: str,
+    lora_config: LoraConfig,
+    user_metadata: Mapping[str, Any] | None = None,
+    optimizer_config: OptimizerConfig | None = None,
+    *,
+    dialect: Dialect,
+) -> Body:
+    made = CreateModelRequest(
+        session_id=session_id,
+        model_seq_id=model_seq_id,
+        base_model=base_model,
+        user_metadata=None if user_metadata is None else dict(user_metadata),
+        lora_config=lora_config,
+        **_given(optimizer_config=optimizer_config),
+    )
+    fields = dump(made, dialect)
+    if optimizer_config is not None:
+        # Told apart by its `type`, which therefore travels in either dialect.
+        fields["optimizer_config"] = dump(optimizer_config, Dialect.PROTO)
+    return Body(encode(fields))
+
+
+def get_info(model_id: str, *, dialect: Dialect) -> Body:
+    return _typed({"model_id": model_id}, "get_info", dialect)
+
+
+def unload_model(model_id: str, *, dialect: Dialect) -> Body:
+    return _typed({"model_id": model_id}, "unload_model", dialect)
+
+
+def forward_backward(
+    model_id: str,
+    seq_id: int,
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float | str] | None = None,
+    forward_only: bool = False,
+    *,
+    dialect: Dialect,
+) -> Body:
+    """One chunk of a training pass. Where to send it: `endpoints.forward(dialect)` if it is forward only."""
+    if dialect is Dialect.PROTO:
+        from tinkex.wire import proto_codec
+
+        content = proto_codec.encode_forward_backward(model_id, seq_id, data, loss_fn, loss_fn_config, forward_only)
+        return Body(content, PROTOBUF)
+    batch = {"data": write_data(data), "loss_fn": loss_fn, "loss_fn_config": _config(loss_fn_config)}
+    key = "forward_input" if forward_only else "forward_backward_input"
+    return Body(encode({key: batch, "model_id": model_id, "seq_id": seq_id}))
+
+
+def _training_request(value: ForwardRequest | ForwardBackwardRequest, dialect: Dialect) -> Body:
+    is_forward = isinstance(value, ForwardRequest)
+    batch = value.forward_input if isinstance(value, ForwardRequest) else value.forward_backward_input
+    if dialect is Dialect.PROTO:
+        seq_id = value.seq_id or 0  # the message has no way to leave it out
+        config = batch.loss_fn_config
+        return forward_backward(value.model_id, seq_id, batch.data, batch.loss_fn, config, is_forward, dialect=dialect)
+    fields: dict[str, Any] = {"data": write_data(batch.data), "loss_fn": batch.loss_fn}
+    if "loss_fn_config" in batch.model_fields_set:
+        fields["loss_fn_config"] = _config(batch.loss_fn_config)
+    outer: dict[str, Any] = {"forward_input" if is_forward else "forward_backward_input": fields}
+    outer["model_id"] = value.model_id
+    if "seq_id" in value.model_fields_set:
+        outer["seq_id"] = value.seq_id
+    return Body(encode(outer))
+
+
+def _config(config: Mapping[str, float | str] | None) -> dict[str, float | str] | None:
+    if config is None:
+        return None
+    return {name: value if isinstance(value, str) else float(value) for name, value in config.items()}
+
+
+def optim_step(model_id: str, seq_id: int, params: OptimParams, *, dialect: Dialect) -> Body:
+    fields: dict[str, Any] = {"model_id": model_id, "seq_id": seq_id}
+    if dialect is Dialect.PROTO:
+        fields["type"] = "optim_step"
+    return Body(encode(_optim_fields(fields, params, dialect)))
+
+
+def _optim_fields(fields: dict[str, Any], params: OptimParams | None, dialect: Dialect) -> dict[str, Any]:
+    rest = {name: value for name, value in fields.items() if name not in ("adam_params", "optim_params")}
+    if not isinstance(params, AdamParams):
+        assert params is not None
+        return {**rest, "optimizer_params": dump(params, Dialect.PROTO)}
+    if dialect is Dialect.JSON:
+        return {"adam_params": dump(params, dialect), **rest}
+    return {**rest, "adam_params": dump(params, dialect)}
+
+
+def create_custom_loss(
+    session_id: str,
+    custom_loss_seq_id: int,
+    name: str,
+    inputs: Sequence[Mapping[str, Any]],
+    graph: Mapping[str, Any],
+) -> Body:
+    from tinkex.types.training import CreateCustomLossRequest
+
+    made = CreateCustomLossRequest.model_validate(
+        {
+            "session_id": session_id,
+            "custom_loss_seq_id": custom_loss_seq_id,
+            "name": name,
+            "inputs": inputs,
+            "graph": graph,
+        }
+    )
+    return request(made, Dialect.PROTO)
+
+
+# ── Weights
+
+
+def save_weights(
+    model_id: str,
+    seq_id: int,
+    path: str,
+    ttl_seconds: int | None = None,
+    overwrite: bool = False,
+    user_metadata: Mapping[str, str] | None = None,
+    *,
+    dialect: Dialect,
+) -> Body:
+    options = _given(ttl_seconds=ttl_seconds, overwrite=overwrite or None, user_metadata=user_metadata)
+    return request(SaveWeightsRequest(model_id=model_id, path=path, seq_id=seq_id, **options), dialect)
+
+
+def save_weights_for_sampler(
+    model_id: str,
+    seq_id: int,
+    path: str | None = None,
+    sampling_session_seq_id: int | None = None,
+    ttl_seconds: int | None = None,
+    user_metadata: Mapping[str, str] | None = None,
+    *,
+    dialect: Dialect,
+) -> Body:
+    """A path makes a named checkpoint, a sampling_session_seq_id an ephemeral sampler."""
+    options = _given(
+        path=path,
+        sampling_session_seq_id=sampling_session_seq_id,
+        ttl_seconds=ttl_seconds,
+        user_metadata=user_metadata,
+    )
+    return request(SaveWeightsForSamplerRequest(model_id=model_id, seq_id=seq_id, **options), dialect)
+
+
+def save_weights_external(
+    model_id: str,
+    seq_id: int,
+    path: str,
+    ttl_seconds: int | None = None,
+    age_encryption_recipients: Sequence[str] | None = None,
+) -> Body:
+    fields = {
+        "model_id": model_id,
+        "path": path,
+        "seq_id": seq_id,
+        "ttl_seconds": ttl_seconds,
+        "age_encryption_recipients": age_encryption_recipients,
+    }
+    return _typed(fields, "save_weights_external", Dialect.PROTO)
+
+
+def load_weights(
+    model_id: str,
+    seq_id: int,
+    path: str,
+    optimizer: bool | None = None,
+    weights_access_token: str | None = None,
+    *,
+    dialect: Dialect,
+) -> Body:
+    """Load into a model that exists. `optimizer` None leaves the choice to a JSON service; PROTO then sends False."""
+    options = _given(optimizer=optimizer, weights_access_token=weights_access_token)
+    return request(LoadWeightsRequest(model_id=model_id, path=path, seq_id=seq_id, **options), dialect)
+
+
+def create_model_from_weights(
+    session_id: str,
+    model_seq_id: int,
+    path: str,
+    optimizer: bool,
+    base_model: str | None = None,
+    user_metadata: Mapping[str, Any] | None = None,
+    optimizer_config: OptimizerConfig | None = None,
+    weights_access_token: str | None = None,
+) -> Body:
+    """load_weights that makes the model too, for services that announce create_model_via_load_weights."""
+    options = _given(
+        base_model=base_model,
+        user_metadata=user_metadata,
+        optimizer_config=optimizer_config,
+        weights_access_token=weights_access_token,
+    )
+    made = LoadWeightsRequest(
+        session_id=session_id, model_seq_id=model_seq_id, path=path, optimizer=optimizer, **options
+    )
+    return request(made, Dialect.PROTO)
+
+
+def weights_info(tinker_path: str) -> Body:
+    return Body(encode({"tinker_path": tinker_path}))
+
+
+def copy_weights(
+    source_path: str,
+    destination_project_id: str | None = None,
+    session_id: str | None = None,
+    model_seq_id: int | None = None,
+    ttl_seconds: int | None = None,
+    weights_access_token: str | None = None,
+) -> Body:
+    fields = _given(
+        session_id=session_id,
+        model_seq_id=model_seq_id,
+        destination_project_id=destination_project_id,
+        source_path=source_path,
+        ttl_seconds=ttl_seconds,
+        weights_access_token=weights_access_token,
+    )
+    return Body(encode(fields))
+
+
+def set_checkpoint_ttl(ttl_seconds: int | None) -> Body:
+    return Body(encode({"ttl_seconds": ttl_seconds}))
+
+
+def set_session_project(project_id: str) -> Body:
+    return Body(encode({"project_id": project_id}))
+
+
+def search_sessions(query: SessionSearchRequest) -> Body:
+    return request(query, Dialect.PROTO)
+
+
+# ── Sampling
+
+
+def asample(
+    prompt: ModelInput,
+    num_samples: int,
+    sampling_params: SamplingParams,
+    *,
+    sampling_session_id: str,
+    seq_id: int,
+    prompt_logprobs: bool | None = False,
+    topk_prompt_logprobs: int = 0,
+    topk_sample_logprobs: int = 0,
+    target_prompt_logprobs: TensorData | None = None,
+    prompt_alt_tokens_k: int = 0,
+    prompt_logprobs_last_n: int | None = None,
+    record_stability_info: bool = False,
+    dialect: Dialect,
+) -> Body:
+    """A sample of a sampling session (also the body of sample_stream); `request(SampleRequest(...))` knows other ways.
+
+    The hot one: no value is made on the way, and the prompt's bytes are kept with the prompt.
+    """
+    is_proto = dialect is Dialect.PROTO
+    fields: dict[str, Any] = {
+        "num_samples": num_samples,
+        "prompt": write_prompt(prompt, dialect),
+        "sampling_params": write_params(sampling_params, dialect),
+        "sampling_session_id": sampling_session_id,
+        "seq_id": seq_id,
+    }
+    if not is_proto or prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs
+    fields["topk_prompt_logprobs"] = topk_prompt_logprobs
+    if is_proto or topk_sample_logprobs:
+        fields["topk_sample_logprobs"] = topk_sample_logprobs
+    if target_prompt_logprobs is not None:
+        fields["target_prompt_logprobs"] = write_tensor(target_prompt_logprobs, "target_prompt_logprobs")
+    if is_proto or prompt_alt_tokens_k:
+        fields["prompt_alt_tokens_k"] = prompt_alt_tokens_k
+    if prompt_logprobs_last_n is not None:
+        fields["prompt_logprobs_last_n"] = prompt_logprobs_last_n
+    if is_proto or record_stability_info:
+        fields["record_stability_info"] = record_stability_info
+    if is_proto:
+        fields["type"] = "sample"
+    return Body(encode(fields))
+
+
+# ── Results
+
+
+def retrieve_future(request_id: str, allow_metadata_only: bool = False, *, dialect: Dialect) -> Body:
+    fields: dict[str, Any] = {"request_id": request_id}
+    if dialect is Dialect.PROTO:
+        fields["allow_metadata_only"] = allow_metadata_only
+    return Body(encode(fields))
+
+
+def retrieve_futures(
+    sampling_session_id: str, prev_cursor: int, retrieved_request_ids: Sequence[str], cloned_sampler_id: int = 0
+) -> Body:
+    target = {
+        "type": "sampling_session",
+        "sampling_session_id": sampling_session_id,
+        "cloned_sampler_id": cloned_sampler_id,
+    }
+    fields = {"target": target, "prev_cursor": prev_cursor, "retrieved_request_ids": list(retrieved_request_ids)}
+    return Body(encode(fields))
+
+
+def cancel_future(request_id: str) -> Body:
+    return Body(encode({"request_id": request_id}))

@@ -1,0 +1,159 @@
+"""What an answer to `retrieve_future` means: not yet, not now, how large, failed, or the result.
+
+    match envelope.read(status, headers, content, SampleResponse, request_id):
+        case Pending(queue_state, reason): ...   # HTTP 408: the poll's time was up
+        case TryAgain(queue_state, reason): ...  # ask again at once
+        case Metadata(size): ...                 # finished; make room for this many bytes, then ask for all of it
+        case Failed(error, category): ...
+        case Done(value): ...
+
+Any other status is not an answer about the operation and raises: 410 as ResultExpired, the rest by their status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tinkex.errors import (
+    APIResponseValidationError,
+    RequestErrorCategory,
+    Response,
+    ResultExpired,
+    ValidationError,
+    status_error,
+)
+from tinkex.types.base import Value
+from tinkex.wire import json_codec
+from tinkex.wire.body import PROTOBUF
+
+
+class Pending(NamedTuple):
+    """HTTP 408: not finished when the poll's time was up.
+
+    The states known today: active, paused_rate_limit, paused_capacity. Without one: unknown.
+    """
+
+    queue_state: str = "unknown"
+    reason: str | None = None
+
+
+class TryAgain(NamedTuple):
+    """HTTP 200, yet not finished."""
+
+    queue_state: str = "unknown"
+    reason: str | None = None
+
+
+class Metadata(NamedTuple):
+    """Finished; the answer itself has `size` bytes and comes when asked for without `allow_metadata_only`."""
+
+    size: int
+
+
+class Failed(NamedTuple):
+    """The operation ran and failed for good."""
+
+    error: str
+    category: RequestErrorCategory
+
+
+class Done(NamedTuple):
+    """Finished; `value` is of the type that was asked for."""
+
+    value: Any
+
+
+Envelope = Pending | TryAgain | Metadata | Failed | Done
+
+
+def read(
+    status: int, headers: Mapping[str, str], content: bytes, result_type: type[Value], request_id: str = ""
+) -> Envelope:
+    """Tell the five apart. An answer that fits none of them is an APIResponseValidationError with the request's id."""
+    try:
+        if status == 408:
+            return Pending(*_queue(_lenient(content)))
+        if status == 200:
+            return _read_success(headers, content, result_type)
+    except APIResponseValidationError as problem:
+        message = f"{problem.message} (request {request_id})"
+        raise APIResponseValidationError(Response(status, headers), problem.body, message) from None
+    if status == 410:
+        raise ResultExpired(f"The service no longer holds the result of request {request_id} (HTTP 410).")
+    raise status_error(Response(status, headers), _lenient(content))
+
+
+def _read_success(headers: Mapping[str, str], content: bytes, result_type: type[Value]) -> Envelope:
+    if PROTOBUF in _content_type(headers):
+        return Done(_read_protobuf(content, result_type))
+    obj = json_codec.decode_answer(content)
+    if not isinstance(obj, dict):
+        raise APIResponseValidationError(body=obj, message=f"The service answered a bare {type(obj).__name__}")
+    if obj.get("type") == "try_again":
+        return TryAgain(*_queue(obj))
+    if obj.get("status") == "complete_metadata":
+        return Metadata(_size(obj))
+    # A result with a null `error` beside its fields is a result; a null error with a category is still a failure.
+    if obj.get("error") is not None or ("error" in obj and "category" in obj):
+        return Failed(str(obj["error"]), RequestErrorCategory.parse(obj.get("category")))
+    return Done(json_codec.read(result_type, obj))
+
+
+def _read_protobuf(content: bytes, result_type: type[Value]) -> Any:
+    from tinkex.wire import proto_codec
+
+    try:
+        return proto_codec.decode_answer(content, result_type)
+    except ValidationError as problem:
+        raise APIResponseValidationError(message=f"The service's answer does not fit: {problem}") from None
+
+
+def _content_type(headers: Mapping[str, str]) -> str:
+    word = headers.get("content-type")
+    if word is None:  # a plain dict with the header's name in another casing
+        word = next((value for name, value in headers.items() if name.lower() == "content-type"), "")
+    return word.lower()
+
+
+def _queue(obj: Any) -> tuple[str, str | None]:
+    if not isinstance(obj, dict):
+        return "unknown", None
+    reason = obj.get("queue_state_reason")
+    return str(obj.get("queue_state") or "unknown").lower(), None if reason is None else str(reason)
+
+
+def _size(obj: dict[str, Any]) -> int:
+    size = obj.get("response_payload_size")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise APIResponseValidationError(body=obj, message=f"response_payload_size should be a count, got {size!r}")
+    return size
+
+
+def _lenient(content: bytes) -> Any:
+    """The body of an answer whose status says it all: JSON if it is, text otherwise."""
+    try:
+        return json_codec.decode(content)
+    except ValueError:
+        return content.decode("utf-8", "replace")
+
+
+class Accepted(NamedTuple):
+    """The service took the operation on; its result is polled for under `request_id`."""
+
+    request_id: str
+    sample_sequence_ids: list[str] | None = None
+    model_id: str | None = None
+
+
+def read_accepted(content: bytes) -> Accepted:
+    """Read the answer to a submission."""
+    obj = json_codec.decode_answer(content)
+    request_id = obj.get("request_id") if isinstance(obj, dict) else None
+    if not isinstance(request_id, str) or not request_id:
+        raise APIResponseValidationError(body=obj, message=f"The service accepted without a request_id: {obj!r:.200}")
+    ids = obj.get("sample_sequence_ids")
+    if ids is not None and not (isinstance(ids, list) and all(isinstance(entry, str) for entry in ids)):
+        raise APIResponseValidationError(body=obj, message=f"sample_sequence_ids should be a list of ids: {ids!r:.200}")
+    model_id = obj.get("model_id")
+    return Accepted(request_id, ids, model_id if isinstance(model_id, str) else None)

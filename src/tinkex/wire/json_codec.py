@@ -1,0 +1,81 @@
+"""Values to JSON bytes and back, per dialect. Knows nothing of endpoints; what each of them sends is in `bodies`."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, TypeVar
+
+import orjson
+
+from tinkex.errors import APIResponseValidationError, ValidationError
+from tinkex.types.base import Value
+from tinkex.wire.dialect import Dialect
+
+V = TypeVar("V", bound=Value)
+
+
+def encode(obj: Any) -> bytes:
+    """Compact JSON. NaN and infinities are refused by name: JSON has no word for them."""
+    try:
+        content = orjson.dumps(obj)
+    except TypeError as problem:
+        raise ValidationError(f"This cannot be sent as JSON: {problem}.") from None
+    # orjson writes a NaN as null, silently; only a body with a null in it can hide one.
+    if b"null" in content:
+        refuse_non_finite(obj)
+    return content
+
+
+def refuse_non_finite(obj: Any, place: str = "") -> None:
+    """Raise ValidationError with the place of the first NaN or infinity."""
+    if isinstance(obj, float):
+        if not math.isfinite(obj):
+            raise ValidationError(f"{place.removeprefix('.') or 'The value'} is {obj}, which JSON cannot carry.")
+    elif isinstance(obj, dict):
+        for name, entry in obj.items():
+            refuse_non_finite(entry, f"{place}.{name}")
+    elif isinstance(obj, (list, tuple)):
+        for index, entry in enumerate(obj):
+            refuse_non_finite(entry, f"{place}[{index}]")
+
+
+def decode(content: bytes) -> Any:
+    """Read JSON; the literals NaN and Infinity, which some services write, are understood. Raises ValueError."""
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        if b"NaN" in content or b"Infinity" in content:
+            return json.loads(content)
+        raise
+
+
+def dump(value: Value, dialect: Dialect) -> dict[str, Any]:
+    """The fields of a value that travel in this dialect, in the order of declaration."""
+    if dialect is Dialect.JSON:
+        return value.model_dump(mode="json", exclude_unset=True)
+    return value.model_dump(mode="json", exclude_none=True)
+
+
+def read(cls: type[V], obj: Any) -> V:
+    """A value from decoded JSON; an answer that does not fit is an APIResponseValidationError that says why."""
+    try:
+        return cls.model_validate(obj)
+    except ValidationError as problem:
+        raise APIResponseValidationError(body=obj, message=f"The service's answer does not fit: {problem}") from None
+
+
+def read_content(cls: type[V], content: bytes) -> V:
+    """`read`, from the bytes of an answer."""
+    return read(cls, decode_answer(content))
+
+
+def decode_answer(content: bytes) -> Any:
+    """`decode`, for what a service answered: content that is no JSON is an APIResponseValidationError."""
+    try:
+        return decode(content)
+    except ValueError:
+        shown = content[:200].decode("utf-8", "replace")
+        raise APIResponseValidationError(
+            body=shown, message=f"The service answered {len(content)} bytes that are not JSON: {shown!r}"
+        ) from None

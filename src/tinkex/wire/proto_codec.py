@@ -1,0 +1,316 @@
+"""The protobuf messages of training and sampling, both directions: the client writes what the service reads and back.
+
+Numbers stay packed from end to end: encoding passes buffers on, decoding wraps the bytes that protobuf hands out.
+What does not fit is a ValidationError that says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+from math import prod
+from typing import Any
+
+from tinkex.errors import ValidationError
+from tinkex.types.base import Value
+from tinkex.types.chunks import DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
+from tinkex.types.inputs import Datum, ModelInput, PromptProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
+from tinkex.types.packed import Buffer, pack_floats, pack_tokens
+from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, pack_prompt_logprobs
+from tinkex.types.tensor import TensorData
+from tinkex.types.topk import TopkLogprobs
+from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, ForwardRequest
+from tinkex.wire import tinkex_pb2 as pb
+from tinkex.wire.proto_tensor import (
+    DTYPE_NUMBERS,
+    dtype_of,
+    pack_indices,
+    parse,
+    read_tensor,
+    unpack_indices,
+    widened,
+    write_tensor,
+)
+from tinkex.wire.proto_writer import Parts, blob, double, integer, message, packed, text
+
+
+def decode_answer(content: bytes, result_type: type[Value]) -> Value:
+    """The result of a future, if it is of a type that travels as protobuf."""
+    if result_type is SampleResponse:
+        return decode_sample_response(content)
+    if result_type is ForwardBackwardOutput:
+        return decode_forward_backward_output(content)
+    raise ValidationError(f"{result_type.__name__} does not travel as protobuf")
+
+
+# ── The request of forward and forward_backward
+
+
+def encode_forward_backward(
+    model_id: str,
+    seq_id: int,
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float | str] | None = None,
+    forward_only: bool = False,
+) -> bytes:
+    """One training pass. Image asset pointers have no place in this message and are refused."""
+    parts: Parts = [text(1, model_id), integer(2, seq_id)]
+    for index, datum in enumerate(data):
+        parts += message(3, _datum(datum, index))
+    parts.append(text(4, loss_fn))
+    config = loss_fn_config or {}
+    numbers = {name: float(value) for name, value in config.items() if not isinstance(value, str)}
+    # Older services read the map of numbers alone; newer ones prefer the second map, which also holds text.
+    for name, value in numbers.items():
+        parts += message(5, [text(1, name, keep_default=True), double(2, value)])
+    parts.append(integer(6, forward_only))
+    for name, setting in config.items():
+        value_part = text(2, setting, keep_default=True) if isinstance(setting, str) else double(1, numbers[name])
+        parts += message(7, [text(1, name, keep_default=True), *message(2, [value_part])])
+    return b"".join(parts)
+
+
+def _datum(datum: Datum, index: int) -> Parts:
+    parts: Parts = []
+    for place, chunk in enumerate(datum.model_input.chunks):
+        parts += message(1, _chunk(chunk, f"data[{index}].model_input.chunks[{place}]"))
+    for name, tensor in datum.loss_fn_inputs.items():
+        parts += message(2, [text(1, name, keep_default=True), *message(2, write_tensor(tensor))])
+    for span in datum.model_input_spans or ():
+        parts += message(3, _span(span))
+    for span in datum.loss_fn_input_spans or ():
+        parts += message(4, _span(span))
+    return parts
+
+
+def _chunk(chunk: ModelInputChunk, place: str) -> Parts:
+    if isinstance(chunk, EncodedTextChunk):
+        return message(1, blob(1, chunk.packed()))
+    if isinstance(chunk, ImageChunk):
+        room = chunk.expected_tokens if chunk.expected_tokens is not None else chunk.tokens
+        expected = [] if room is None else [integer(3, room, keep_default=True)]
+        return message(2, [*blob(1, chunk.data), text(2, chunk.format), *expected])
+    if isinstance(chunk, DmelChunk):
+        return message(3, blob(1, chunk.dmel))
+    raise ValidationError(
+        f"{place} is an {type(chunk).__name__}, which this service takes in sampling prompts only. "
+        "For training, load the image and pass ImageChunk(data=..., format=...)."
+    )
+
+
+def _span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> Parts:
+    parts: Parts = [text(1, span.sequence_id), integer(2, span.offset), integer(3, span.length)]
+    return message(2 if isinstance(span, SampledProvenanceSpan) else 1, parts)
+
+
+def decode_forward_backward_request(content: bytes) -> ForwardBackwardRequest | ForwardRequest:
+    """The same value as from a JSON body: a ForwardRequest if only the forward pass is asked for."""
+    request = parse(pb.ForwardBackwardRequest, content)
+    config: dict[str, float | str] = dict(request.loss_fn_config)
+    for name, value in request.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    batch = ForwardBackwardInput(
+        data=[_read_datum(datum, index) for index, datum in enumerate(request.data)],
+        loss_fn=request.loss_fn,
+        loss_fn_config=config or None,
+    )
+    if request.forward_only:
+        return ForwardRequest(forward_input=batch, model_id=request.model_id, seq_id=request.seq_id)
+    return ForwardBackwardRequest(forward_backward_input=batch, model_id=request.model_id, seq_id=request.seq_id)
+
+
+def _read_datum(datum: Any, index: int) -> Datum:
+    try:
+        model_input = ModelInput(chunks=[_read_chunk(chunk) for chunk in datum.model_input])
+        tensors = {name: read_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()}
+        if not datum.model_input_spans and not datum.loss_fn_input_spans:
+            return Datum(model_input, tensors)
+        return Datum(model_input, tensors, _read_spans(datum.model_input_spans), _read_spans(datum.loss_fn_input_spans))
+    except ValidationError as problem:
+        raise ValidationError(f"data[{index}]: {problem}") from None
+
+
+def _read_chunk(chunk: Any) -> ModelInputChunk:
+    kind = chunk.WhichOneof("chunk")
+    if kind == "encoded_text":
+        return EncodedTextChunk.from_packed(chunk.encoded_text.tokens)
+    if kind == "image":
+        image = chunk.image
+        fields: dict[str, Any] = {"data": image.data, "format": image.format}
+        if image.HasField("expected_tokens"):
+            fields["expected_tokens"] = image.expected_tokens
+        if image.HasField("override_dimensions"):
+            fields |= {"width": image.override_dimensions.width, "height": image.override_dimensions.height}
+        return ImageChunk(**fields)
+    if kind == "dmel":
+        return DmelChunk(dmel=chunk.dmel.dmel)
+    raise ValidationError("a chunk is neither text, image nor dmel")
+
+
+def _read_spans(spans: Any) -> ProvenanceSpans:
+    out: ProvenanceSpans = []
+    for span in spans:
+        kind = SampledProvenanceSpan if span.HasField("sampled_tokens") else PromptProvenanceSpan
+        run = span.sampled_tokens if kind is SampledProvenanceSpan else span.prompt_tokens
+        out.append(kind(sequence_id=run.sequence_id, offset=run.offset, length=run.length))
+    return out
+
+
+# ── The answer of forward and forward_backward
+
+
+def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
+    """Each output of all datums lies end to end; where keys, dtypes or row shapes change, a new record begins."""
+    parts: Parts = [text(1, output.loss_fn_output_type)]
+    for _, run in groupby(output.loss_fn_outputs, key=_layout):
+        parts += message(2, _record(list(run)))
+    for name, value in output.metrics.items():
+        parts += message(3, [text(1, name, keep_default=True), double(2, value)])
+    return b"".join(parts)
+
+
+def _layout(datum: Mapping[str, TensorData]) -> dict[str, tuple[str, list[int]]]:
+    return {name: (tensor.dtype, (tensor.shape or [])[1:]) for name, tensor in datum.items()}
+
+
+def _record(datums: Sequence[Mapping[str, TensorData]]) -> Parts:
+    parts: Parts = []
+    for name, (dtype, row_shape) in _layout(datums[0]).items():
+        tensors = [datum[name] for datum in datums]
+        if any(tensor.is_sparse for tensor in tensors):
+            raise ValidationError(f"the output {name!r} is sparse, which an answer cannot carry")
+        offsets = [0]
+        for tensor in tensors:
+            offsets.append(offsets[-1] + tensor.nbytes)
+        # One field of many buffers: they are joined only once, in the finished answer.
+        data: Parts = [tensor.buffer for tensor in tensors if tensor.nbytes]
+        fields = [*(message(1, data) if data else []), *blob(2, pack_indices(offsets))]
+        fields += [integer(3, DTYPE_NUMBERS[dtype]), packed(4, row_shape)]
+        parts += message(2, [text(1, name, keep_default=True), *message(2, fields)])
+    return [*parts, integer(3, len(datums))]
+
+
+def decode_forward_backward_output(content: bytes) -> ForwardBackwardOutput:
+    """One dict of tensors per datum; the tensors of one output share one buffer."""
+    output = parse(pb.ForwardBackwardOutput, content)
+    datums: list[dict[str, TensorData]] = []
+    for record in output.loss_fn_outputs:
+        columns = {name: _read_column(field, name) for name, field in record.fields.items()}
+        # The count also stands when the service left out every output; services before it count by the first one.
+        count = record.num_datums or max(map(len, columns.values()), default=0)
+        for name, column in columns.items():
+            if len(column) != count:
+                raise ValidationError(f"the output {name!r} has {len(column)} entries for {count} datums")
+        datums += [{name: column[index] for name, column in columns.items()} for index in range(count)]
+    return ForwardBackwardOutput.model_construct(
+        loss_fn_output_type=output.loss_fn_output_type.rsplit(":", 1)[-1] or "ArrayRecord",
+        loss_fn_outputs=datums,
+        metrics=dict(output.metrics),
+    )
+
+
+def _read_column(field: Any, name: str) -> list[TensorData]:
+    try:
+        dtype, row_shape = dtype_of(field.dtype), list(field.trailing_shape)
+        raw, offsets = field.data, unpack_indices(field.offsets)
+        data = memoryview(widened(raw, field.dtype))
+        if offsets and not (offsets[0] >= 0 and offsets[-1] <= len(raw) and sorted(offsets) == list(offsets)):
+            raise ValidationError(f"offsets do not rise from 0 to {len(raw)}")
+        growth = len(data) // len(raw) if raw else 1
+        row_bytes = prod(row_shape) * (8 if dtype == "int64" else 4)
+        bounds = [offset * growth for offset in offsets]
+        return [
+            TensorData.from_buffer(data[start:end], dtype, [(end - start) // row_bytes if row_bytes else 0, *row_shape])
+            for start, end in pairwise(bounds)
+        ]
+    except ValidationError as problem:
+        raise ValidationError(f"the output {name!r}: {problem}") from None
+
+
+# ── The answer of asample
+
+
+def encode_sample_response(response: SampleResponse) -> bytes:
+    parts: Parts = []
+    for sequence in response.sequences:
+        parts += message(1, _sequence(sequence))
+    logprobs = getattr(response, "_prompt_logprobs", None)
+    if logprobs is None and response.prompt_logprobs is not None:
+        logprobs = pack_prompt_logprobs(response.prompt_logprobs)
+    if logprobs is not None:
+        parts += blob(2, logprobs, keep_default=True)
+    if (topk := response.topk_prompt_logprobs_np) is not None:
+        parts += message(3, _topk(topk))
+    parts.append(integer(4, response.prompt_cache_hit_tokens))
+    if (targets := response.target_prompt_logprobs) is not None:
+        parts += message(5, write_tensor(targets))
+    if (alternatives := response.prompt_alt_tokens) is not None:
+        tokens, values = write_tensor(alternatives.tokens), write_tensor(alternatives.logprobs)
+        parts += message(6, [*message(1, tokens), *message(2, values)])
+    return b"".join(parts)
+
+
+def _sequence(sequence: SampledSequence) -> Parts:
+    is_length = sequence.stop_reason == "length"
+    # What came packed goes out packed; asking for the lists would make them.
+    tokens: Buffer | None = getattr(sequence, "_tokens", None)
+    logprobs: Buffer | None = getattr(sequence, "_logprobs", None)
+    if logprobs is None and sequence.logprobs is not None:
+        logprobs = pack_floats(sequence.logprobs)
+    parts: Parts = [integer(1, is_length), *blob(2, pack_tokens(sequence.tokens) if tokens is None else tokens)]
+    if logprobs is not None:
+        parts += blob(3, logprobs, keep_default=True)
+    if (topk := sequence.topk_logprobs_np) is not None:
+        parts += message(4, _topk(topk))
+    return parts
+
+
+def _topk(topk: TopkLogprobs) -> Parts:
+    token_ids, logprobs = topk.packed()
+    return [*blob(1, token_ids), *blob(2, logprobs), integer(3, topk.k), integer(4, topk.length)]
+
+
+def decode_sample_response(content: bytes, sequence_ids: Sequence[str] = ()) -> SampleResponse:
+    """The ids are those that the service named when it accepted the request; without them they stay empty."""
+    response = parse(pb.SampleResponse, content)
+    ids = [*sequence_ids, *[""] * (len(response.sequences) - len(sequence_ids))]
+    sequences = [_read_sequence(sequence, name) for sequence, name in zip(response.sequences, ids, strict=False)]
+    alternatives = None
+    if response.HasField("prompt_alt_tokens"):
+        both = response.prompt_alt_tokens
+        alternatives = PromptAltTokens(read_tensor(both.tokens), read_tensor(both.logprobs))
+    return SampleResponse.from_buffers(
+        sequences,
+        _whole(response.prompt_logprobs) if response.HasField("prompt_logprobs") else None,
+        _read_topk(response.topk_prompt_logprobs) if response.HasField("topk_prompt_logprobs") else None,
+        read_tensor(response.target_prompt_logprobs) if response.HasField("target_prompt_logprobs") else None,
+        response.prompt_cache_hit_tokens,
+        alternatives,
+    )
+
+
+def _read_sequence(sequence: Any, sequence_id: str) -> SampledSequence:
+    reason = sequence.stop_reason
+    return SampledSequence.from_buffers(
+        _STOP_REASONS.get(reason) or str(reason),  # a number from a newer service: kept, and read as `stop`
+        _whole(sequence.tokens),
+        _whole(sequence.logprobs) if sequence.HasField("logprobs") else None,
+        sequence_id,
+        _read_topk(sequence.topk_sampled_logprobs) if sequence.HasField("topk_sampled_logprobs") else None,
+    )
+
+
+_STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
+
+
+def _whole(buffer: bytes) -> bytes:
+    if len(buffer) % 4:
+        raise ValidationError(f"{len(buffer)} bytes are not a whole number of 4-byte values")
+    return buffer
+
+
+def _read_topk(topk: Any) -> TopkLogprobs | None:
+    # Official services write an empty matrix where nothing was asked for.
+    is_empty = topk.length == 0 or topk.k == 0
+    return None if is_empty else TopkLogprobs.from_buffers(topk.token_ids, topk.logprobs, topk.length, topk.k)

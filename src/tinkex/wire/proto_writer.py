@@ -1,0 +1,60 @@
+"""Writes protobuf from parts, so that large buffers are copied once: into the finished message.
+
+A message is a list of bytes-like parts. The protobuf runtime copies every tensor once more, and takes no memoryview.
+Reading is left to the runtime: there, the input cannot be trusted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+Part = bytes | memoryview
+Parts = list[Part]
+
+
+def varint(value: int) -> bytes:
+    """Seven bits a byte, lowest first; a negative number as its 64-bit complement, like protobuf's int32 and int64."""
+    if 0 <= value < 0x80:
+        return _SMALL[value]
+    value &= 0xFFFF_FFFF_FFFF_FFFF
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+_SMALL = [bytes((value,)) for value in range(0x80)]
+
+
+def integer(field: int, value: int, *, keep_default: bool = False) -> bytes:
+    """An integer, enum or bool. Zero is left out, as proto3 does, unless the field knows whether it was set."""
+    return _SMALL[field << 3] + varint(value) if value or keep_default else b""
+
+
+def text(field: int, words: str, *, keep_default: bool = False) -> bytes:
+    raw = words.encode()
+    return _SMALL[field << 3 | 2] + varint(len(raw)) + raw if raw or keep_default else b""
+
+
+def double(field: int, value: float) -> bytes:
+    """Always written: doubles occur in maps and alternatives only, where zero counts."""
+    return _SMALL[field << 3 | 1] + struct.pack("<d", value)
+
+
+def packed(field: int, values: Iterable[int]) -> bytes:
+    """A repeated integer."""
+    raw = b"".join(map(varint, values))
+    return _SMALL[field << 3 | 2] + varint(len(raw)) + raw if raw else b""
+
+
+def blob(field: int, content: Part, *, keep_default: bool = False) -> Parts:
+    """A bytes field; the content is passed on, not copied."""
+    return [_SMALL[field << 3 | 2] + varint(len(content)), content] if len(content) or keep_default else []
+
+
+def message(field: int, parts: Parts) -> Parts:
+    """A message inside another one; an empty one is written too."""
+    return [_SMALL[field << 3 | 2] + varint(sum(map(len, parts))), *parts]

@@ -1,0 +1,99 @@
+"""Server-sent events, both directions, as the HTML standard defines them (section 9.2, "Server-sent events").
+
+The decoder takes bytes in whatever pieces the network hands over and knows no I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_BOM = b"\xef\xbb\xbf"
+_LINE_END = re.compile("\r\n|\r|\n")
+
+
+class Event(NamedTuple):
+    """One event. `id` is the last one the stream named; `retry` (in ms) a hint that came since the event before."""
+
+    event: str
+    data: str
+    id: str | None = None
+    retry: int | None = None
+
+
+class Decoder:
+    """Turns the pieces of one stream into events; a piece may end anywhere, even inside a character."""
+
+    def __init__(self) -> None:
+        self._is_start = True
+        self._after_cr = False
+        self._partial: list[bytes] = []  # pieces of the line that has no end yet
+        self._event = ""
+        self._data: list[str] = []
+        self._id: str | None = None
+        self._retry: int | None = None
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """The events that this piece completes."""
+        if not chunk:
+            return []
+        if self._after_cr and chunk[0] == 0x0A:  # CRLF fell apart between two pieces: one line end, not two
+            chunk = chunk[1:]
+        self._after_cr = chunk.endswith(b"\r")
+        events = []
+        for line in chunk.splitlines(keepends=True):
+            self._partial.append(line)
+            if line.endswith((b"\n", b"\r")):
+                event = self._line(b"".join(self._partial).rstrip(b"\r\n"))
+                self._partial.clear()
+                if event is not None:
+                    events.append(event)
+        return events
+
+    def flush(self) -> bool:
+        """The stream ended. True if it broke off inside an event, which is dropped, as the standard demands."""
+        return bool(self._partial or self._data or self._event)
+
+    def _line(self, line: bytes) -> Event | None:
+        if self._is_start:
+            self._is_start = False
+            line = line.removeprefix(_BOM)
+        if not line:
+            return self._dispatch()
+        # Bytes that are not UTF-8 become U+FFFD: the standard never fails on them.
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        value = value.removeprefix(" ")
+        if name == "data":
+            self._data.append(value)
+        elif name == "event":
+            self._event = value
+        elif name == "id" and "\0" not in value:
+            self._id = value
+        elif name == "retry" and value.isascii() and value.isdigit():
+            self._retry = int(value)
+        # Anything else is a comment (empty name) or a field for readers newer than this one.
+        return None
+
+    def _dispatch(self) -> Event | None:
+        event = None
+        if self._data:
+            event = Event(self._event or "message", "\n".join(self._data), self._id, self._retry)
+            self._retry = None
+        self._event, self._data = "", []
+        return event
+
+
+def encode(event: str, data: str | bytes) -> bytes:
+    """One event as bytes. Line ends inside `data` come out as LF at the other side, whatever they were."""
+    if _LINE_END.search(event):
+        raise ValueError(f"an event's name is one line, got {event!r}")
+    text = data.decode() if isinstance(data, bytes) else data
+    lines = "".join(f"data: {line}\n" for line in _LINE_END.split(text))
+    return f"event: {event}\n{lines}\n".encode()
+
+
+def comment(text: str = "") -> bytes:
+    """A line that readers skip: it keeps idle connections open."""
+    if _LINE_END.search(text):
+        raise ValueError(f"a comment is one line, got {text!r}")
+    return f": {text}\n\n".encode()
