@@ -1,0 +1,145 @@
+"""One request with the one retry layer. `_retry` decides, this module acts, `errors` says what is retryable."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from tinkex import events
+from tinkex.client._connection import Connection
+from tinkex.client._operation import Operation
+from tinkex.client._retry import RetryPolicy, retry_after
+from tinkex.client._transport import Answer
+from tinkex.errors import APIConnectionError, APIError, APIStatusError, DeadlineExceeded, Response, status_error
+from tinkex.wire import json_codec
+from tinkex.wire.body import Body
+from tinkex.wire.endpoints import Endpoint
+
+
+async def call(
+    connection: Connection,
+    endpoint: Endpoint,
+    body: Body | None = None,
+    *,
+    operation: Operation,
+    path: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    attempts: int | None = None,
+    timeout_s: float | None = None,
+) -> Answer:
+    """Send until answered: the same bytes and the same idempotency key on every attempt."""
+    config = connection.config
+    policy = RetryPolicy(max_attempts=attempts or config.max_retries, budget_s=config.unreachable_s)
+    started = connection.clock.now()
+    key = connection.idempotency_key() if endpoint.method != "GET" else None
+    attempt = 0
+    has_renewed = False
+    while True:
+        attempt += 1
+        operation.attempts = attempt
+        try:
+            answer = await send(
+                connection, endpoint, body, path=path, headers=headers, key=key, attempt=attempt, timeout_s=timeout_s
+            )
+            if answer.status < 400:
+                operation.last_answer_at = connection.clock.now()
+                return answer
+            error: APIError = error_of(answer, endpoint)
+            if answer.status == 401 and connection.auth.has_token and not has_renewed:
+                has_renewed = True  # the token may have run out between two renewals: one more try with a new one
+                await connection.auth.renew(connection)
+                continue
+        except APIConnectionError as problem:
+            error = problem
+        operation.last_error = f"{type(error).__name__}: {error}"
+        if not error.retryable:
+            raise error
+        now = connection.clock.now()
+        hint_s = hint_of(error, connection)
+        delay_s = policy.delay(attempt - 1, now - started, hint_s, random.random)
+        if delay_s is None:
+            raise _gave_up(error, endpoint, attempt, now - started)
+        connection.stats.retries += 1
+        if events.wanted("retry"):
+            events.emit("retry", events.RetryEvent(endpoint.name, attempt, delay_s, operation.last_error))
+        await connection.clock.sleep(delay_s)
+
+
+async def send(
+    connection: Connection,
+    endpoint: Endpoint,
+    body: Body | None,
+    *,
+    path: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    key: str | None = None,
+    attempt: int = 1,
+    timeout_s: float | None = None,
+) -> Answer:
+    """One exchange, no retry: an answer of any status, or APIConnectionError."""
+    sent = connection.base_headers | {"x-api-key": connection.auth.header}
+    if body is not None:
+        sent["content-type"] = body.content_type
+        if body.content_encoding:
+            sent["content-encoding"] = body.content_encoding
+    if key:
+        sent["x-idempotency-key"] = key
+    if headers:
+        sent.update(headers)
+    content = b"" if body is None else body.content
+    stats = connection.stats
+    stats.requests += 1
+    stats.sent_bytes += len(content)
+    started = connection.clock.now()
+    url = f"{connection.config.base_url}{path or endpoint.path}"
+    try:
+        answer = await connection.transport.send(
+            endpoint.pool, endpoint.method, url, sent, content, timeout_s or connection.config.timeout_s
+        )
+    except APIConnectionError as problem:
+        if events.wanted("request"):
+            elapsed = connection.clock.now() - started
+            record = events.RequestEvent(endpoint.name, 0, attempt, elapsed, len(content), 0, str(problem))
+            events.emit("request", record)
+        raise
+    stats.received_bytes += len(answer.content)
+    if events.wanted("request"):
+        elapsed = connection.clock.now() - started
+        events.emit(
+            "request",
+            events.RequestEvent(endpoint.name, answer.status, attempt, elapsed, len(content), len(answer.content)),
+        )
+    return answer
+
+
+def error_of(answer: Answer, endpoint: Endpoint) -> APIStatusError:
+    """The typed error of an answer. The request's headers are not in it, so no key can leak through it."""
+    kind = answer.headers.get("content-type") or ""
+    body: object = None
+    if answer.content:
+        try:
+            body = json_codec.decode(answer.content)
+        except ValueError:
+            body = answer.content[:500].decode("utf-8", "replace")
+            if "html" in kind:
+                body = f"an HTML page, probably from a proxy: {body[:120]!r}"
+    return status_error(Response(answer.status, dict(answer.headers.items()), endpoint.path), body)
+
+
+def hint_of(error: APIError, connection: Connection) -> float | None:
+    """The pause that the service asked for, if it answered and asked."""
+    if isinstance(error, APIStatusError):
+        return retry_after(error.response.headers, connection.clock.wall())
+    return None
+
+
+def _gave_up(error: APIError, endpoint: Endpoint, attempts: int, elapsed_s: float) -> Exception:
+    """After several attempts say so; keep the typed error as the cause and its type where it has a status."""
+    text = f"{endpoint.name}: gave up after {attempts} attempts in {elapsed_s:.0f} s. Last problem: {error}"
+    if isinstance(error, APIStatusError):
+        error.args = (text,)
+        error.message = text
+        return error
+    if isinstance(error, APIConnectionError):
+        return APIConnectionError(None, text)
+    return DeadlineExceeded(text)

@@ -1,0 +1,159 @@
+"""A training client's queue. Sequence numbers are reserved on the caller's thread, under one lock with the queueing:
+the order of calls is the order of numbers is the order of arrival, whatever thread or loop they come from.
+
+An operation is a *program*: a coroutine that submits one or more requests through `Turn.send` while the lane is its
+own, and returns a coroutine that waits for the results after the lane has gone on. A program that fails, is cancelled
+or runs out of time fails its own future and gives its turn on; it cannot hold up the operations behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from tinkex.client._connection import Connection
+from tinkex.client._operation import Operation, QueueObserver
+from tinkex.client._session import Session
+from tinkex.client._submit import submit
+from tinkex.client.future import APIFuture, reject
+from tinkex.errors import ClosedError, DeadlineExceeded, WrongThread
+from tinkex.wire.body import Body
+from tinkex.wire.dialect import Dialect
+from tinkex.wire.endpoints import Endpoint
+
+T = TypeVar("T")
+log = logging.getLogger("tinkex.training")
+Completion = Coroutine[Any, Any, T]
+Program = Callable[["Turn"], Coroutine[Any, Any, Completion[T]]]
+
+inside_custom_loss = threading.local()
+"""`.lane` is set in the worker thread that runs a user's loss: waiting there for the same lane would never end."""
+
+
+class Turn:
+    """What a program holds while the lane is its own."""
+
+    def __init__(self, connection: Connection, operation: Operation, seq_ids: range) -> None:
+        self.connection = connection
+        self.operation = operation
+        self._seq_ids = iter(seq_ids)
+
+    async def send(
+        self, endpoint: Endpoint, encode: Callable[[int, Dialect], Body], size_hint: int = 0
+    ) -> Coroutine[Any, Any, Any]:
+        """Submit the next request of this operation; returns a coroutine that waits for its result."""
+        return await submit(self.connection, self.operation, endpoint, next(self._seq_ids), encode, size_hint)
+
+
+class Lane:
+    """One per training client."""
+
+    def __init__(self, session: Session, model_id: str, first_seq_id: int, observer: QueueObserver) -> None:
+        self._session = session
+        self._observer = observer
+        self.model_id = model_id
+        self.next_seq_id = first_seq_id
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Operation, APIFuture[Any], Program[Any], range]] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._unseen: deque[APIFuture[Any]] = deque(maxlen=16)
+        self._closed_by: str | None = None
+
+    def submit(self, kind: str, program: Program[T], count: int = 1) -> APIFuture[T]:
+        """Queue an operation that will send `count` requests. Returns at once, from any thread."""
+        if getattr(inside_custom_loss, "lane", None) is self:
+            raise WrongThread(
+                f"{kind} was called inside the custom loss of the same training client, which holds the queue until "
+                "the loss returns. Call it after forward_backward_custom."
+            )
+        connection = self._session.connect()
+        self._report_unseen()
+        operation = Operation(kind, connection.clock.now(), model_id=self.model_id, session=self._session)
+        operation.observers = (self._observer,)
+        future: APIFuture[T] = APIFuture(operation)
+        operation.future = future
+        with self._lock:
+            if self._closed_by is not None:
+                raise ClosedError(f"{kind}: {self._closed_by}")
+            seq_ids = range(self.next_seq_id, self.next_seq_id + count)
+            self.next_seq_id += count
+            operation.seq_id = seq_ids.start
+            connection.loop.post(self._enqueue, connection, (operation, future, program, seq_ids))
+        return future
+
+    def close(self, reason: str) -> None:
+        """Refuse new operations; what is queued still runs."""
+        with self._lock:
+            self._closed_by = reason
+
+    def _enqueue(self, connection: Connection, entry: tuple[Operation, APIFuture[Any], Program[Any], range]) -> None:
+        connection.begin(entry[0])
+        self._queue.append(entry)
+        if self._worker is None or self._worker.done():
+            self._worker = connection.loop.spawn(self._work(connection))
+
+    async def _work(self, connection: Connection) -> None:
+        while self._queue:
+            operation, future, program, seq_ids = self._queue.popleft()
+            if future.cancelled():
+                connection.end(operation, ClosedError("cancelled before it was sent"))
+                continue
+            await self._take_turn(connection, operation, future, program, seq_ids)
+
+    async def _take_turn(
+        self,
+        connection: Connection,
+        operation: Operation,
+        future: APIFuture[Any],
+        program: Program[Any],
+        seq_ids: range,
+    ) -> None:
+        left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
+        try:
+            async with asyncio.timeout(max(left_s, 0.0)):
+                completion = await program(Turn(connection, operation, seq_ids))
+        except Exception as problem:
+            if isinstance(problem, TimeoutError) and not isinstance(problem, DeadlineExceeded):
+                problem = DeadlineExceeded(
+                    f"Gave up after {connection.config.deadline_s:.0f} s: "
+                    f"{operation.waiting_line(connection.clock.now())}."
+                )
+            self._fail(connection, operation, future, problem)
+            return
+        except asyncio.CancelledError:
+            self._fail(connection, operation, future, ClosedError(f"{operation.name}: the process is stopping."))
+            raise
+        left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
+        task = connection.loop.spawn(connection.drive(operation, future, completion, max(left_s, 0.0)))
+        future.add_done_callback(lambda done: self._settled(connection, done, task))
+
+    def _settled(self, connection: Connection, future: APIFuture[Any], task: asyncio.Task[None]) -> None:
+        if future.cancelled():
+            connection.loop.post(task.cancel)
+        elif not future._is_observed and concurrent_error(future) is not None:
+            self._unseen.append(future)
+
+    def _fail(
+        self, connection: Connection, operation: Operation, future: APIFuture[Any], problem: BaseException
+    ) -> None:
+        reject(future, problem)
+        if not future._is_observed and not future.cancelled():
+            self._unseen.append(future)
+        connection.end(operation, problem)
+
+    def _report_unseen(self) -> None:
+        """Say at the next call what failed without anybody looking: the usual cause of 'it hangs later' reports."""
+        while self._unseen:
+            future = self._unseen.popleft()
+            if not future._is_observed:
+                name, problem = future._operation.name, concurrent_error(future)
+                log.warning("%s failed and nobody has looked at its future: %s", name, problem)
+
+
+def concurrent_error(future: APIFuture[Any]) -> BaseException | None:
+    """The error of a finished future, without marking it as seen."""
+    return None if future.cancelled() else future._exception

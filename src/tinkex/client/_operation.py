@@ -1,0 +1,98 @@
+"""What is known about one operation in flight: what `future.status()`, the waiting lines and the events tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from tinkex.client.future import APIFuture
+
+QueueObserver = Callable[[str, str | None], object]
+
+
+class Owner(Protocol):
+    """The session an operation belongs to; the operation keeps it alive."""
+
+    def state(self) -> str: ...
+
+    def failed(self, operation: str, problem: BaseException) -> None: ...
+
+
+class FutureStatus(NamedTuple):
+    """A snapshot. `state`: queued, submitting, accepted, done, failed, cancelled."""
+
+    state: str
+    operation: str
+    seq_id: int | None
+    request_id: str | None
+    waited_s: float
+    polls: int
+    attempts: int
+    queue_state: str | None
+    queue_reason: str | None
+    last_error: str | None
+    note: str
+
+
+class Operation:
+    """One call of the user's, from the moment it was made. Written on the loop thread, read anywhere."""
+
+    __slots__ = (
+        "accepted_at", "attempts", "created_at", "fetch_s", "future", "kind", "last_answer_at", "last_error",
+        "model_id", "note", "observers", "polls", "queue_reason", "queue_s", "queue_state", "request_id", "seq_id",
+        "session", "state",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        kind: str,
+        now: float,
+        *,
+        seq_id: int | None = None,
+        model_id: str = "",
+        session: Owner | None = None,
+    ) -> None:
+        self.kind = kind
+        self.seq_id = seq_id
+        self.model_id = model_id
+        self.created_at = now
+        self.last_answer_at = now
+        self.accepted_at: float | None = None
+        self.state = "queued"
+        self.request_id: str | None = None
+        self.polls = 0
+        self.attempts = 0
+        self.queue_state: str | None = None
+        self.queue_reason: str | None = None
+        self.queue_s = 0.0
+        self.fetch_s = 0.0
+        self.last_error: str | None = None
+        self.note = ""
+        self.observers: tuple[QueueObserver, ...] = ()
+        self.session = session
+        self.future: APIFuture[Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.seq_id is None else f"{self.kind} seq {self.seq_id}"
+
+    def status(self, now: float) -> FutureStatus:
+        return FutureStatus(
+            self.state, self.kind, self.seq_id, self.request_id, now - self.created_at, self.polls, self.attempts,
+            self.queue_state, self.queue_reason, self.last_error, self.note,
+        )  # fmt: skip
+
+    def waiting_line(self, now: float) -> str:
+        """`waiting 95 s for forward_backward seq 12: queue paused_capacity ("…"), 3 polls, session alive`"""
+        if self.queue_state:
+            why = f"queue {self.queue_state}" + (f' ("{self.queue_reason}")' if self.queue_reason else "")
+        elif self.state == "accepted":
+            why = "accepted by the service"
+        elif self.state == "submitting":
+            why = f"being submitted, attempt {self.attempts}"
+        else:
+            why = "not sent yet, waiting its turn"
+        error = f", last error: {self.last_error}" if self.last_error else ""
+        session = self.session.state() if self.session else "no session"
+        return f"waiting {now - self.created_at:.0f} s for {self.name}: {why}, {self.polls} polls, {session}{error}"

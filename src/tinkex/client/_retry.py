@@ -1,0 +1,127 @@
+"""When to try again: the one retry curve, what a Retry-After header asks for, and the pause between two polls.
+
+Pure: time, randomness and counters are handed in, so every rule is tested without waiting. `errors` decides *whether*
+an answer may be retried; this module decides *when*, and when to stop.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import enum
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+Rng = Callable[[], float]
+"""Gives a number in [0, 1), as `random.random` does."""
+
+QUICK_S: Final = 0.5
+"""A pending answer that came sooner than this was not held open by the service: it was not a long poll."""
+
+
+class RetryPolicy(NamedTuple):
+    """How often and how long one request is tried. The curve: 0.5, 1, 2, 4, 8, 10, 10 … s, less up to a quarter."""
+
+    max_attempts: int = 10
+    first_s: float = 0.5
+    most_s: float = 10.0
+    budget_s: float = 300.0
+
+    def delay(
+        self, attempt: int, elapsed_s: float, hint_s: float | None = None, rng: Rng = random.random
+    ) -> float | None:
+        """Seconds to wait after `attempt` (counted from 0) failed, or None to give up.
+
+        What the service asks for (`hint_s`) is taken as it is, however long. A pause that would outlast the budget is
+        not begun: the caller hears at once instead of after it.
+        """
+        if attempt + 1 >= self.max_attempts:
+            return None
+        pause_s = hint_s if hint_s is not None else self.curve(attempt, rng)
+        return pause_s if elapsed_s + pause_s <= self.budget_s else None
+
+    def curve(self, attempt: int, rng: Rng = random.random) -> float:
+        """The pause when the service asks for none. Jitter keeps clients that fell together from returning together."""
+        # Past 16 doublings the cap always wins, and floats stay far from overflow.
+        return min(self.first_s * 2.0 ** min(attempt, 16), self.most_s) * (1.0 - 0.25 * rng())
+
+
+class Poll(enum.Enum):
+    """How a poll for a result ended when it brought no result."""
+
+    PENDING = "pending"
+    """A valid answer: not ready yet (HTTP 408, or try_again)."""
+    FAULT = "fault"
+    """429, 5xx, or no answer at all."""
+
+
+def poll_delay(
+    kind: Poll,
+    repeats: int,
+    *,
+    took_s: float = 0.0,
+    hint_s: float | None = None,
+    policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - immutable
+    rng: Rng = random.random,
+) -> float:
+    """Seconds before the next poll. Never gives up: the operation's deadline does.
+
+    `repeats` counts the polls in a row, before this one, that ended the same way: quick pending answers, or faults.
+    A service that held the poll open is asked again at once. One that answers "pending" immediately is asked after
+    0.05, 0.1, 0.2 … 1 s, so that no answer can make a hot loop.
+    """
+    if hint_s is not None:
+        return hint_s
+    if kind is Poll.FAULT:
+        return policy.curve(repeats, rng)
+    if took_s >= QUICK_S:
+        return 0.0
+    return min(0.05 * 2.0 ** min(repeats, 16), 1.0)
+
+
+def retry_after(headers: Mapping[str, str], wall_now: float) -> float | None:
+    """The pause the service asks for, in seconds, or None if it asks for none that makes sense.
+
+    `retry-after-ms` first, then `retry-after` as seconds (whole or fractional), then as a date. Names are lower case.
+    Zero and less, NaN, infinity and garbage are None, so that the curve applies: "at once" would be a hot loop.
+    """
+    milliseconds = _positive(headers.get("retry-after-ms"))
+    if milliseconds is not None:
+        return milliseconds / 1000.0
+    text = headers.get("retry-after")
+    seconds = _positive(text)
+    if seconds is not None or text is None:
+        return seconds
+    at = _imf_fixdate(text)
+    return at - wall_now if at is not None and at > wall_now else None
+
+
+def _positive(text: str | None) -> float | None:
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if number > 0 and math.isfinite(number) else None
+
+
+_MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_IMF_FIXDATE: Final = re.compile(
+    rf"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun), (\d\d) ({'|'.join(_MONTHS)}) (\d{{4}}) (\d\d):(\d\d):(\d\d) GMT", re.ASCII
+)
+
+
+def _imf_fixdate(text: str) -> float | None:
+    """Seconds since 1970 of "Wed, 21 Oct 2026 07:28:00 GMT". Read by hand: strptime's names follow the locale."""
+    match = _IMF_FIXDATE.fullmatch(text.strip())
+    if match is None:
+        return None
+    day, month, year, hour, minute, second = match.groups()
+    try:
+        # A leap second (:60) is a legal date but not a legal datetime.
+        time = dt.time(int(hour), int(minute), min(int(second), 59))
+        date = dt.date(int(year), _MONTHS.index(month) + 1, int(day))
+    except ValueError:
+        return None
+    return dt.datetime.combine(date, time, dt.UTC).timestamp()

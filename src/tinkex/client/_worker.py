@@ -1,0 +1,40 @@
+"""Runs a user's function in a daemon thread, so that it blocks neither the loop nor the end of the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(fn: Callable[[], T], name: str) -> T:
+    """`fn()` on a thread of its own, in the context of the awaiting task."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            value = context.run(fn)
+        except BaseException as problem:
+            _post(loop, settle, outcome.set_exception, problem)
+        else:
+            _post(loop, settle, outcome.set_result, value)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return await outcome
+
+
+def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(fn, *args)
+    except RuntimeError:
+        pass  # the loop is gone: the process is ending

@@ -1,0 +1,149 @@
+"""`APIFuture`: one object for every result. Block on it, await it, ask it, cancel it, give it callbacks.
+
+It is a `concurrent.futures.Future`, so `asyncio.wrap_future`, executors and callbacks work. A waiter's timeout never
+cancels the work. Any number of waiters, on any thread or loop, get the same result; nothing is polled twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from tinkex.client._loop import mailbox_of, on_own_loop
+from tinkex.client._operation import FutureStatus, Operation
+from tinkex.clock import REAL
+from tinkex.errors import ClosedError, WrongThread
+
+T = TypeVar("T")
+
+
+class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg]
+    """The result of an operation, now or later."""
+
+    def __init__(self, operation: Operation | None = None) -> None:
+        super().__init__()
+        self._operation = operation or Operation("call", REAL.now())
+        self._pid = os.getpid()
+        self._is_observed = False
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block until the result is there, or raise its error. A timeout leaves the work going."""
+        self._is_observed = True
+        if not self.done():
+            self._refuse_impossible_wait()
+        return super().result(timeout)  # type: ignore[no-any-return]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._is_observed = True
+        if not self.done():
+            self._refuse_impossible_wait()
+        return super().exception(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        """Await the result; on timeout raises TimeoutError and leaves the work going."""
+        if timeout is None:
+            return await self
+        async with asyncio.timeout(timeout):
+            return await self
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._is_observed = True
+        if not self.done():
+            self._refuse_foreign_process()
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+            post = mailbox_of(loop).post
+            self.add_done_callback(lambda _: post(_wake, waiter))
+            yield from waiter
+        return super().result(0)  # type: ignore[no-any-return]
+
+    def add_done_callback(self, fn: Callable[[APIFuture[T]], object]) -> None:
+        """Call `fn(future)` when it is done, on the thread that settles it; it must be quick and must not block."""
+        super().add_done_callback(fn)  # type: ignore[arg-type]
+
+    def status(self) -> FutureStatus:
+        """What is known about the operation right now; never blocks."""
+        return self._operation.status(REAL.now())
+
+    def cancel(self) -> bool:
+        """Stop waiting for this operation; True if it was still open.
+
+        Not sent yet: it never will be. Already accepted: the service runs it to completion (a sample may be stopped
+        early where the service offers that). `status().note` says which of the two it was.
+        """
+        operation = self._operation
+        is_sent = operation.state in ("submitting", "accepted")
+        if not super().cancel():
+            return False
+        operation.note = (
+            "cancelled here; the service had it already and runs it to completion" if is_sent
+            else "cancelled before it was sent; the service never saw it"
+        )  # fmt: skip
+        operation.state = "cancelled"
+        return True
+
+    def on_queue_state(self, observer: Callable[[str, str | None], object]) -> APIFuture[T]:
+        """Call `observer(state, reason)` on the loop thread whenever the service says why this operation waits."""
+        self._operation.observers = (*self._operation.observers, observer)
+        return self
+
+    @property
+    def _future(self) -> APIFuture[T]:
+        # Programs written for the official package reach for this name.
+        return self
+
+    def future(self) -> APIFuture[T]:
+        return self
+
+    def _refuse_impossible_wait(self) -> None:
+        self._refuse_foreign_process()
+        if on_own_loop():
+            raise WrongThread(
+                f"result() of {self._operation.name} was called on the SDK's own loop thread, which would have to "
+                "answer it. Await the future, or wait on another thread."
+            )
+
+    def _refuse_foreign_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"{self._operation.name} was submitted by the parent process before a fork; its result arrives there. "
+                "Make the call again in this process."
+            )
+
+    def __repr__(self) -> str:
+        return f"<APIFuture {self._operation.name}: {self._operation.state}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A future belongs to its process and cannot be pickled: pickle its result().")
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def resolve(future: APIFuture[T], value: T) -> None:
+    """Set a result unless the caller has cancelled meanwhile."""
+    try:
+        future.set_result(value)
+    except concurrent.futures.InvalidStateError:
+        pass
+
+
+def reject(future: APIFuture[Any], error: BaseException) -> None:
+    """Set an error unless the caller has cancelled meanwhile."""
+    try:
+        future.set_exception(error)
+    except concurrent.futures.InvalidStateError:
+        pass
+
+
+def finished(value: T) -> APIFuture[T]:
+    """A future that already has its value."""
+    future: APIFuture[T] = APIFuture()
+    future._operation.state = "done"
+    future.set_result(value)
+    return future

@@ -1,0 +1,409 @@
+"""`RestClient`: runs, checkpoints and sessions, for reading and tidying. `AdminClient`: the audit log and the bill.
+
+Methods return an `APIFuture`; the `_async` names are coroutines that give the value. No session is opened.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlencode
+
+from tinkex import settings
+from tinkex._version import PROTOCOL_VERSION
+from tinkex.client import _validate
+from tinkex.client._call import error_of
+from tinkex.client._handle import Handle
+from tinkex.client._operation import Operation
+from tinkex.client._session import Session
+from tinkex.client.future import APIFuture
+from tinkex.errors import APIResponseValidationError, RequestFailedError
+from tinkex.types import (
+    AuditLogResponse,
+    BillingUsageResponse,
+    CheckpointArchiveUrlResponse,
+    CheckpointsListResponse,
+    CurrentCheckpointStorageUsageResponse,
+    ExternalWeightsUrlsResponse,
+    GetSamplerResponse,
+    GetSessionResponse,
+    ListSessionsResponse,
+    ParsedCheckpointTinkerPath,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    TrainingRun,
+    TrainingRunsResponse,
+    WeightsInfoResponse,
+    WhoamiResponse,
+)
+from tinkex.wire import bodies, endpoints, json_codec
+from tinkex.wire.endpoints import Endpoint
+
+ARCHIVE_VALID = dt.timedelta(minutes=15)
+TRACE_POLL_S = 5.0
+
+
+class _Rest(Handle):
+    """How the REST clients find their service: through a session, or by settings alone."""
+
+    def __init__(
+        self, _session: Session | None = None, *, base_url: str | None = None, api_key: str | None = None
+    ) -> None:
+        super().__init__(_session or Session(settings.resolve(base_url=base_url, api_key=api_key)))
+
+    def _call(
+        self, method: str, endpoint: Endpoint, query: Mapping[str, Any] | None = None, body: Any = None, **parts: str
+    ) -> APIFuture[Any]:
+        given = {name: value for name, value in (query or {}).items() if value is not None}
+        path = endpoint.url(**parts) + (f"?{urlencode(given)}" if given else "")
+        headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
+        return self._ask(endpoint, body, path=path, headers=headers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (type(self), *self._pickled())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._session.config.base_url}>"
+
+
+class RestClient(_Rest):
+    """Everything about what is stored, nothing about what is running."""
+
+    # -- runs -------------------------------------------------------------------------------------------------------
+
+    def list_training_runs(
+        self, limit: int = 20, offset: int = 0, access_scope: str = "owned", project_id: str | None = None
+    ) -> APIFuture[TrainingRunsResponse]:
+        """Your runs, the latest first, a page at a time."""
+        query = {"limit": limit, "offset": offset, "access_scope": access_scope, "project_id": project_id}
+        return self._call("list_training_runs", endpoints.LIST_TRAINING_RUNS, query)
+
+    async def list_training_runs_async(
+        self, limit: int = 20, offset: int = 0, access_scope: str = "owned", project_id: str | None = None
+    ) -> TrainingRunsResponse:
+        return await self.list_training_runs(limit, offset, access_scope, project_id)
+
+    def get_training_run(self, training_run_id: str, access_scope: str = "owned") -> APIFuture[TrainingRun]:
+        query = {"access_scope": access_scope}
+        return self._call("get_training_run", endpoints.GET_TRAINING_RUN, query, run_id=training_run_id)
+
+    async def get_training_run_async(self, training_run_id: str, access_scope: str = "owned") -> TrainingRun:
+        return await self.get_training_run(training_run_id, access_scope)
+
+    def get_training_run_by_tinker_path(self, tinker_path: str, access_scope: str = "owned") -> APIFuture[TrainingRun]:
+        return self.get_training_run(_parsed(tinker_path).training_run_id, access_scope)
+
+    async def get_training_run_by_tinker_path_async(self, tinker_path: str, access_scope: str = "owned") -> TrainingRun:
+        return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
+        """Base model, rank and trained parts of a saved checkpoint."""
+        _parsed(tinker_path)
+        return self._call(
+            "get_weights_info_by_tinker_path",
+            endpoints.WEIGHTS_INFO,
+            body=lambda dialect: bodies.weights_info(tinker_path),
+        )
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
+        return self._call("list_checkpoints", endpoints.LIST_CHECKPOINTS, run_id=training_run_id)
+
+    async def list_checkpoints_async(self, training_run_id: str) -> CheckpointsListResponse:
+        return await self.list_checkpoints(training_run_id)
+
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
+        query = {"limit": limit, "offset": offset}
+        return self._call("list_user_checkpoints", endpoints.LIST_USER_CHECKPOINTS, query)
+
+    async def list_user_checkpoints_async(self, limit: int = 100, offset: int = 0) -> CheckpointsListResponse:
+        return await self.list_user_checkpoints(limit, offset)
+
+    def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
+        return self._call(
+            "delete_checkpoint", endpoints.DELETE_CHECKPOINT, run_id=training_run_id, checkpoint_id=checkpoint_id
+        )
+
+    async def delete_checkpoint_async(self, training_run_id: str, checkpoint_id: str) -> None:
+        await self.delete_checkpoint(training_run_id, checkpoint_id)
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        return self._on_checkpoint("delete_checkpoint_from_tinker_path", endpoints.DELETE_CHECKPOINT, tinker_path)
+
+    async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        await self.delete_checkpoint_from_tinker_path(tinker_path)
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Let others read the checkpoint."""
+        return self._on_checkpoint("publish_checkpoint_from_tinker_path", endpoints.PUBLISH_CHECKPOINT, tinker_path)
+
+    async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        await self.publish_checkpoint_from_tinker_path(tinker_path)
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        return self._on_checkpoint("unpublish_checkpoint_from_tinker_path", endpoints.UNPUBLISH_CHECKPOINT, tinker_path)
+
+    async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        await self.unpublish_checkpoint_from_tinker_path(tinker_path)
+
+    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
+        """Let the checkpoint expire in so many seconds; None keeps it for good."""
+        _validate.check_ttl(ttl_seconds)
+        return self._on_checkpoint(
+            "set_checkpoint_ttl_from_tinker_path",
+            endpoints.SET_CHECKPOINT_TTL,
+            tinker_path,
+            body=lambda dialect: bodies.set_checkpoint_ttl(ttl_seconds),
+        )
+
+    async def set_checkpoint_ttl_from_tinker_path_async(self, tinker_path: str, ttl_seconds: int | None) -> None:
+        await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds)
+
+    def get_checkpoint_archive_url(
+        self, training_run_id: str, checkpoint_id: str
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        """A short-lived address of a tar archive of the checkpoint (`tinkex checkpoint download` does the rest)."""
+        path = endpoints.CHECKPOINT_ARCHIVE.url(run_id=training_run_id, checkpoint_id=checkpoint_id)
+        connection = self._session.connect()
+        operation = Operation("checkpoint_archive", connection.clock.now(), session=self._session)
+
+        async def work() -> CheckpointArchiveUrlResponse:
+            await connection.ready()
+            headers = {**connection.base_headers, "x-api-key": connection.auth.header}
+            url = f"{connection.config.base_url}{path}"
+            pool = endpoints.CHECKPOINT_ARCHIVE.pool
+            answer = await connection.transport.send(
+                pool, "GET", url, headers, b"", connection.config.timeout_s, follow=False
+            )
+            if answer.status >= 400:
+                raise error_of(answer, endpoints.CHECKPOINT_ARCHIVE)
+            location = answer.headers.get("location")
+            if not location:
+                raise APIResponseValidationError(
+                    None, None, f"The archive of {checkpoint_id} was answered with {answer.status} and no address."
+                )
+            now = dt.datetime.fromtimestamp(connection.clock.wall(), dt.UTC)
+            return CheckpointArchiveUrlResponse(url=location, expires=_expires(answer.headers.get("expires"), now))
+
+        return connection.run(operation, work)
+
+    async def get_checkpoint_archive_url_async(
+        self, training_run_id: str, checkpoint_id: str
+    ) -> CheckpointArchiveUrlResponse:
+        return await self.get_checkpoint_archive_url(training_run_id, checkpoint_id)
+
+    def get_checkpoint_archive_url_from_tinker_path(self, tinker_path: str) -> APIFuture[CheckpointArchiveUrlResponse]:
+        parsed = _parsed(tinker_path)
+        return self.get_checkpoint_archive_url(parsed.training_run_id, parsed.checkpoint_id)
+
+    async def get_checkpoint_archive_url_from_tinker_path_async(self, tinker_path: str) -> CheckpointArchiveUrlResponse:
+        return await self.get_checkpoint_archive_url_from_tinker_path(tinker_path)
+
+    def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
+        """Addresses of the files written by `TrainingClient.save_weights_external`."""
+        return self._on_checkpoint("get_external_weights_urls", endpoints.EXTERNAL_WEIGHTS_URLS, tinker_path)
+
+    async def get_external_weights_urls_async(self, tinker_path: str) -> ExternalWeightsUrlsResponse:
+        return await self.get_external_weights_urls(tinker_path)
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint (also a published one of others) to your own; gives the new path."""
+        return copy_weights(
+            self,
+            path,
+            destination_project_id=destination_project_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+        )
+
+    async def copy_weights_async(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> str:
+        return await self.copy_weights(
+            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
+
+    # -- sessions and samplers --------------------------------------------------------------------------------------
+
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: str = "owned"
+    ) -> APIFuture[ListSessionsResponse]:
+        query = {"limit": limit, "offset": offset, "access_scope": access_scope}
+        return self._call("list_sessions", endpoints.LIST_SESSIONS, query)
+
+    async def list_sessions_async(
+        self, limit: int = 20, offset: int = 0, access_scope: str = "owned"
+    ) -> ListSessionsResponse:
+        return await self.list_sessions(limit, offset, access_scope)
+
+    def get_session(self, session_id: str, access_scope: str = "owned") -> APIFuture[GetSessionResponse]:
+        query = {"access_scope": access_scope}
+        return self._call("get_session", endpoints.GET_SESSION, query, session_id=session_id)
+
+    async def get_session_async(self, session_id: str, access_scope: str = "owned") -> GetSessionResponse:
+        return await self.get_session(session_id, access_scope)
+
+    def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
+        return self._call(
+            "search_sessions", endpoints.SEARCH_SESSIONS, body=lambda dialect: bodies.search_sessions(request)
+        )
+
+    async def search_sessions_async(self, request: SessionSearchRequest) -> SessionSearchResponse:
+        return await self.search_sessions(request)
+
+    def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
+        return self._call(
+            "assign_session_project",
+            endpoints.SET_SESSION_PROJECT,
+            body=lambda dialect: bodies.set_session_project(project_id),
+            session_id=session_id,
+        )
+
+    async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
+        await self.assign_session_project(session_id, project_id)
+
+    def export_session_trace(self, session_id: str) -> APIFuture[str]:
+        """Have the service write a trace of the session; gives its address when it is there."""
+        connection = self._session.connect()
+        operation = Operation("export_session_trace", connection.clock.now(), session=self._session)
+
+        def read(answer: Any) -> Any:
+            return json_codec.decode(answer.content)
+
+        async def work() -> str:
+            path = endpoints.SESSION_TRACE_EXPORT.url(session_id=session_id)
+            while True:
+                found = await self._ask(endpoints.SESSION_TRACE_EXPORT, path=path, read=read)
+                if found.get("url"):
+                    return str(found["url"])
+                if found.get("error") or found.get("status") == "failed":
+                    raise RequestFailedError(f"The trace of session {session_id} failed: {found.get('error')}")
+                await connection.clock.sleep(TRACE_POLL_S)
+
+        return connection.run(operation, work)
+
+    async def export_session_trace_async(self, session_id: str) -> str:
+        return await self.export_session_trace(session_id)
+
+    def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
+        return self._call("get_sampler", endpoints.GET_SAMPLER, sampler_id=sampler_id)
+
+    async def get_sampler_async(self, sampler_id: str) -> GetSamplerResponse:
+        return await self.get_sampler(sampler_id)
+
+    def whoami(self) -> APIFuture[WhoamiResponse]:
+        return self._call("whoami", endpoints.WHOAMI)
+
+    def _on_checkpoint(self, method: str, endpoint: Endpoint, tinker_path: str, body: Any = None) -> APIFuture[Any]:
+        parsed = _parsed(tinker_path)
+        return self._call(
+            method, endpoint, body=body, run_id=parsed.training_run_id, checkpoint_id=parsed.checkpoint_id
+        )
+
+
+class AdminClient(_Rest):
+    """The audit log and the bill of an organisation."""
+
+    def get_audit_log(self, event_type: str = "all", day: dt.date | None = None) -> APIFuture[AuditLogResponse]:
+        query = {"event_type": event_type, "day": day.isoformat() if day else None}
+        return self._call("get_audit_log", endpoints.AUDIT_LOG, query)
+
+    async def get_audit_log_async(self, event_type: str = "all", day: dt.date | None = None) -> AuditLogResponse:
+        return await self.get_audit_log(event_type, day)
+
+    def get_billing_usage(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> APIFuture[BillingUsageResponse]:
+        query = {"starting_on": _iso(starting_on), "ending_before": _iso(ending_before)}
+        return self._call("get_billing_usage", endpoints.BILLING_USAGE, query)
+
+    async def get_billing_usage_async(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> BillingUsageResponse:
+        return await self.get_billing_usage(starting_on, ending_before)
+
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None
+    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
+        query = {"project_id": project_id}
+        return self._call("get_current_checkpoint_storage_usage", endpoints.CHECKPOINT_STORAGE_USAGE, query)
+
+    async def get_current_checkpoint_storage_usage_async(
+        self, project_id: str | None = None
+    ) -> CurrentCheckpointStorageUsageResponse:
+        return await self.get_current_checkpoint_storage_usage(project_id)
+
+
+def copy_weights(
+    client: Handle,
+    path: str,
+    *,
+    destination_project_id: str | None = None,
+    ttl_seconds: int | None = None,
+    weights_access_token: str | None = None,
+    into_session: bool = False,
+) -> APIFuture[str]:
+    """Shared by both clients that can copy."""
+    _parsed(path)
+    _validate.check_ttl(ttl_seconds)
+    session = client._session
+    connection = session.connect()
+    operation = Operation("copy_weights", connection.clock.now(), session=session)
+
+    async def work() -> str:
+        session_id = await session.id() if into_session else None
+        seq = session.next_model_seq() if into_session else None
+        headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": "copy_weights"}
+        if weights_access_token:
+            headers["x-tinker-weights-access-token"] = weights_access_token
+        found = await client._ask(
+            endpoints.COPY_WEIGHTS,
+            lambda dialect: bodies.copy_weights(
+                path,
+                destination_project_id=destination_project_id,
+                session_id=session_id,
+                model_seq_id=seq,
+                ttl_seconds=ttl_seconds,
+                weights_access_token=weights_access_token,
+            ),
+            headers=headers,
+        )
+        return str(found.tinker_path)
+
+    return connection.run(operation, work)
+
+
+def _unpickle(kind: type[_Rest], place: dict[str, Any], session_id: str | None) -> _Rest:
+    return kind(Handle._session_from(place, None))
+
+
+def _parsed(tinker_path: str) -> ParsedCheckpointTinkerPath:
+    return ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+
+
+def _iso(moment: dt.datetime | str) -> str:
+    return moment if isinstance(moment, str) else moment.isoformat()
+
+
+def _expires(text: str | None, now: dt.datetime) -> dt.datetime:
+    """Always aware; an absent or unreadable header means the usual quarter of an hour."""
+    try:
+        found = parsedate_to_datetime(text or "")
+    except (TypeError, ValueError):
+        return now + ARCHIVE_VALID
+    return found if found.tzinfo else found.replace(tzinfo=dt.UTC)

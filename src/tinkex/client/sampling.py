@@ -1,0 +1,318 @@
+"""`SamplingClient`: samples and log-probabilities from a base model or from saved weights.
+
+`sample()` returns an `APIFuture` at once; thousands may be in flight. How many are really sent at a time is decided by
+the limiter that all samplers of one service and key share: a 429 slows all of them down and none of them fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+from typing import Any
+
+from tinkex.client import _validate
+from tinkex.client._call import call
+from tinkex.client._dispatch import Sample, cancel_on_service, run_sample
+from tinkex.client._handle import Handle
+from tinkex.client._operation import Operation
+from tinkex.client._session import Session
+from tinkex.client.future import APIFuture
+from tinkex.client.stream import SampleStream
+from tinkex.errors import APIError, TinkexError, ValidationError
+from tinkex.types import (
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    GetServerCapabilitiesResponse,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+)
+from tinkex.wire import bodies, endpoints, json_codec
+from tinkex.wire.json_inputs import write_prompt
+
+SEQ_BLOCK = 1_000_000_000
+"""Copies of a sampler in other processes number their samples in blocks of their own (protocol.md §5.5)."""
+
+
+class SamplingClient(Handle):
+    """Samples from one model. Made by `create_sampling_client` or `save_weights_and_get_sampling_client`."""
+
+    def __init__(
+        self,
+        session: Session,
+        sampling_session_id: str,
+        *,
+        base_model: str | None = None,
+        model_path: str | None = None,
+        record_stability_info: bool = False,
+        is_copy: bool = False,
+    ) -> None:
+        super().__init__(session)
+        self._sampling_session_id = sampling_session_id
+        self.base_model = base_model
+        self.model_path = model_path
+        self._record_stability_info = record_stability_info
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._is_copy = is_copy
+        self._seq_ids = itertools.count()
+        self._needs_block = is_copy
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> APIFuture[SampleResponse]:
+        """Draw `num_samples` continuations of the prompt."""
+        connection = self._session.connect()
+        _validate.check_sampling(
+            prompt,
+            num_samples,
+            sampling_params,
+            self._context_length(connection),
+            include_prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        request = Sample(
+            prompt=prompt,
+            num_samples=num_samples,
+            params=sampling_params,
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
+        )
+        operation = Operation(
+            "sample",
+            connection.clock.now(),
+            seq_id=self._next_seq_id(),
+            model_id=self._sampling_session_id,
+            session=self._session,
+        )
+        operation.observers = (self._queue_changed,)
+        if connection.dialect is not None:
+            write_prompt(prompt, connection.dialect)  # the long part of the body, on the caller's thread
+        future = connection.run(operation, lambda: run_sample(connection, operation, self, request))
+        if connection.dynamic.sample_cancel_enabled:
+            future.add_done_callback(lambda done: cancel_on_service(connection, operation, done))
+        return future
+
+    async def sample_async(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> SampleResponse:
+        return await self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> APIFuture[list[float | None]]:
+        """The log-probability of every prompt token; the first has none."""
+        sampled = self.sample(
+            prompt, 1, SamplingParams(max_tokens=1), True, prompt_logprobs_last_n=prompt_logprobs_last_n
+        )
+        future: APIFuture[list[float | None]] = APIFuture(sampled._operation)
+        sampled.add_done_callback(lambda done: _forward(done, future))
+        future.add_done_callback(lambda done: sampled.cancel() if done.cancelled() else None)
+        return future
+
+    async def compute_logprobs_async(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
+        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+
+    def stream(self, prompt: ModelInput, sampling_params: SamplingParams, num_samples: int = 1) -> SampleStream:
+        """Tokens and log-probabilities as they are made: iterate with `for` or `async for`, once.
+
+        Where the service does not announce streaming, one final chunk per sample.
+        """
+        connection = self._session.connect()
+        _validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(connection))
+        return SampleStream(self, prompt, num_samples, sampling_params)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
+        from tinkex.client._tokenizers import tokenizer_by_name
+
+        return tokenizer_by_name(self._session, self.get_base_model())
+
+    def get_base_model(self) -> str:
+        return self._base_model().result()
+
+    async def get_base_model_async(self) -> str:
+        return await self._base_model()
+
+    def get_sampler_handle(self) -> str:
+        """A text that names this sampler, for `from_sampler_handle` in another process. Holds no key."""
+        import base64
+        import json
+
+        place, session_id = self._pickled()
+        fields = [place, session_id, self._sampling_session_id, self.base_model, self.model_path]
+        return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        import base64
+        import json
+
+        try:
+            place, *rest = json.loads(base64.urlsafe_b64decode(handle))
+            if api_key is not None:
+                place = {name: value for name, value in place.items() if name != "key"} | {"api_key": api_key}
+            return _unpickle(place, *rest)
+        except (ValueError, TypeError, KeyError) as problem:
+            if isinstance(problem, TinkexError):
+                raise
+            raise ValidationError("This is not a handle made by SamplingClient.get_sampler_handle().") from None
+
+    # -- private ----------------------------------------------------------------------------------------------------
+
+    def _next_seq_id(self) -> int:
+        if self._pid != os.getpid():  # forked: the parent goes on with its own numbers
+            self._lock = threading.Lock()
+            self._pid = os.getpid()
+            self._needs_block = True
+        with self._lock:
+            if self._needs_block:
+                self._needs_block = False
+                # Drawn, not counted: siblings must not meet, and the service may offer no way to ask.
+                self._seq_ids = itertools.count(random.SystemRandom().randrange(1, 1 << 20) * SEQ_BLOCK)
+            return next(self._seq_ids)
+
+    def _context_length(self, connection: Any) -> int | None:
+        return connection.context_lengths.get(self.base_model) if self.base_model else None
+
+    def _base_model(self) -> APIFuture[str]:
+        from tinkex.client.future import finished
+
+        if self.base_model:
+            return finished(self.base_model)
+
+        def read(answer: Any) -> str:
+            found = json_codec.read(GetSamplerResponse, json_codec.decode(answer.content))
+            self.base_model = found.base_model
+            return found.base_model
+
+        path = endpoints.GET_SAMPLER.url(sampler_id=self._sampling_session_id)
+        return self._ask(endpoints.GET_SAMPLER, path=path, read=read)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (*self._pickled(), self._sampling_session_id, self.base_model, self.model_path)
+
+    def __repr__(self) -> str:
+        return f"<SamplingClient {self.model_path or self.base_model or self._sampling_session_id}>"
+
+
+def create_sampling_client(
+    session: Session,
+    *,
+    model_path: str | None = None,
+    base_model: str | None = None,
+    record_stability_info: bool = False,
+) -> APIFuture[SamplingClient]:
+    """Open a sampling session and wrap it."""
+    if model_path is None and base_model is None:
+        raise ValidationError("create_sampling_client needs base_model=… or model_path=tinker://…/sampler_weights/…")
+    if model_path is not None:
+        _validate.check_sampler_path(model_path)
+    connection = session.connect()
+    operation = session.operation("create_sampling_session")
+    sampling_seq = session.next_sampling_seq()
+
+    async def work() -> SamplingClient:
+        session_id = await session.id()
+        dialect = await connection.ready()
+        connection.loop.spawn(learn_context_lengths(session))
+        body = bodies.create_sampling_session(session_id, sampling_seq, base_model, model_path, dialect=dialect)
+        answer = await call(connection, endpoints.CREATE_SAMPLING_SESSION, body, operation=operation)
+        made = json_codec.read(CreateSamplingSessionResponse, json_codec.decode(answer.content))
+        return SamplingClient(
+            session,
+            made.sampling_session_id,
+            base_model=base_model,
+            model_path=model_path,
+            record_stability_info=record_stability_info,
+        )
+
+    return connection.run(operation, work)
+
+
+async def learn_context_lengths(session: Session) -> None:
+    """Ask once per connection how long prompts may be, so that too long ones are refused before they are sent."""
+    connection = session.connect()
+    if connection.context_lengths:
+        return
+    connection.context_lengths[""] = 0  # asked
+    try:
+        answer = await call(
+            connection, endpoints.GET_SERVER_CAPABILITIES, operation=session.operation("capabilities"), attempts=1
+        )
+        found = json_codec.read(GetServerCapabilitiesResponse, json_codec.decode(answer.content))
+    except APIError:
+        return  # the check is a courtesy: without it the service refuses
+    for model in found.supported_models:
+        if model.model_name and model.max_context_length:
+            connection.context_lengths[model.model_name] = model.max_context_length
+
+
+def _unpickle(
+    place: dict[str, Any],
+    session_id: str | None,
+    sampling_session_id: str,
+    base_model: str | None,
+    model_path: str | None,
+) -> SamplingClient:
+    session = Handle._session_from(place, session_id)
+    return SamplingClient(session, sampling_session_id, base_model=base_model, model_path=model_path, is_copy=True)
+
+
+def _forward(sampled: APIFuture[SampleResponse], future: APIFuture[list[float | None]]) -> None:
+    from tinkex.client.future import reject, resolve
+
+    if sampled.cancelled():
+        future.cancel()
+        return
+    problem = sampled.exception()
+    if problem is not None:
+        reject(future, problem)
+        return
+    logprobs = sampled.result().prompt_logprobs
+    if logprobs is None:
+        reject(future, TinkexError("The service was asked for prompt log-probabilities and gave none."))
+    else:
+        resolve(future, logprobs)

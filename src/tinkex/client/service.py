@@ -1,0 +1,310 @@
+"""`ServiceClient`: the front door. Making one costs nothing; the first call opens a session.
+
+service = tinkex.ServiceClient()                       # key from TINKER_API_KEY
+training = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tinkex import settings
+from tinkex.client import _validate
+from tinkex.client._handle import Handle
+from tinkex.client._session import Session
+from tinkex.client._submit import submit
+from tinkex.client.future import APIFuture
+from tinkex.client.sampling import SamplingClient, create_sampling_client, learn_context_lengths
+from tinkex.client.training import TrainingClient
+from tinkex.errors import NotFoundError, ValidationError
+from tinkex.types import (
+    GetServerCapabilitiesResponse,
+    LoraConfig,
+    OptimizerConfig,
+    ParsedCheckpointTinkerPath,
+    TrainingRun,
+    WeightsInfoResponse,
+)
+from tinkex.wire import bodies, endpoints
+from tinkex.wire.dialect import Dialect
+
+if TYPE_CHECKING:
+    from tinkex.client.rest import RestClient
+
+_NATIVE = ("timeout_s", "max_retries", "unreachable_s", "deadline_s", "wait_line_s", "pools", "telemetry", "proxy",
+           "ca_file", "tags", "cache_dir")  # fmt: skip
+
+
+class ServiceClient(Handle):
+    """Makes training, sampling and REST clients that share one session. Close it, or use it with `with`."""
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        config: settings.Config | None = None,
+        **options: Any,
+    ) -> None:
+        if config is None:
+            config = _configure(base_url, api_key, default_headers_overrides, options)
+        elif base_url is not None or api_key is not None or options:
+            raise ValidationError("Pass config=... or single settings, not both.")
+        _validate.check_metadata(user_metadata)
+        super().__init__(Session(config, user_metadata=user_metadata, project_id=project_id, display_name=display_name))
+
+    # -- training clients -------------------------------------------------------------------------------------------
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """A new LoRA adapter on a base model."""
+        lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
+        return self._create(base_model, lora, user_metadata, optimizer).result()
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
+        return await self._create(base_model, lora, user_metadata, optimizer)
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """Go on from saved weights, with a fresh optimizer. Rank and trained parts are those of the saved adapter."""
+        return self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False).result()
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False)
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """Go on exactly where `save_state` stopped: weights and optimizer."""
+        return self._from_state(path, base_model, user_metadata, weights_access_token, None, True).result()
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
+
+    # -- other clients ----------------------------------------------------------------------------------------------
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A sampler of a base model, or of weights saved for sampling."""
+        return create_sampling_client(
+            self._session, model_path=model_path, base_model=base_model, record_stability_info=record_stability_info
+        ).result()
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        return await create_sampling_client(
+            self._session, model_path=model_path, base_model=base_model, record_stability_info=record_stability_info
+        )
+
+    def create_rest_client(self) -> RestClient:
+        """Runs, checkpoints, sessions: reading and tidying. Opens no session of its own."""
+        from tinkex.client.rest import RestClient
+
+        return RestClient(self._session)
+
+    # -- the service ------------------------------------------------------------------------------------------------
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """Which models the service offers."""
+        return self._ask(endpoints.GET_SERVER_CAPABILITIES).result()  # type: ignore[no-any-return]
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return await self._ask(endpoints.GET_SERVER_CAPABILITIES)  # type: ignore[no-any-return]
+
+    def copy_weights(
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into this session's runs; gives the new path."""
+        from tinkex.client.rest import copy_weights
+
+        return copy_weights(
+            self, path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token, into_session=True
+        )
+
+    def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
+        """End the session: "success", "errored" or "interrupted". Heartbeats stop; what was accepted still runs."""
+        return self._session.close(status, detail)
+
+    def get_console_url(self) -> str:
+        session_id = self._session.session_id
+        return f"{self._console()}/sessions" + (f"/{session_id}" if session_id else "")
+
+    # -- private ----------------------------------------------------------------------------------------------------
+
+    def _create(
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: Mapping[str, Any] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> APIFuture[TrainingClient]:
+        _validate.check_metadata(user_metadata)
+        operation = self._session.operation("create_model")
+        connection = self._session.connect()
+        operation.observers = (self._queue_changed,)
+        return connection.run(operation, lambda: self._make(operation, base_model, lora, user_metadata, optimizer))
+
+    async def _make(
+        self,
+        operation: Any,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: Mapping[str, Any] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> TrainingClient:
+        connection = self._session.connect()
+        session_id = await self._session.id()
+        connection.loop.spawn(learn_context_lengths(self._session))
+        wait = await submit(
+            connection,
+            operation,
+            endpoints.CREATE_MODEL,
+            self._session.next_model_seq(),
+            lambda seq, dialect: bodies.create_model(
+                session_id, seq, base_model, lora, user_metadata, optimizer, dialect=dialect
+            ),
+        )
+        made = await wait
+        return TrainingClient(self._session, made.model_id, base_model=base_model)
+
+    def _from_state(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        weights_access_token: str | None,
+        optimizer: OptimizerConfig | None,
+        with_optimizer: bool,
+    ) -> APIFuture[TrainingClient]:
+        _validate.check_state_path(path)
+        _validate.check_metadata(user_metadata)
+        operation = self._session.operation("create_training_client_from_state")
+        connection = self._session.connect()
+
+        async def work() -> TrainingClient:
+            await self._session.id()
+            info, metadata = await self._saved(path, weights_access_token)
+            flags = {
+                name: getattr(info, name)
+                for name in ("train_unembed", "train_mlp", "train_attn")
+                if getattr(info, name) is not None
+            }
+            lora = LoraConfig(rank=info.lora_rank or 32, seed=None, **flags)
+            if metadata is not None or user_metadata is not None:
+                metadata = {**(metadata or {}), **(user_metadata or {})}
+            kept = optimizer or (info.optimizer_config if with_optimizer else None)
+            client = await self._make(operation, base_model or info.base_model, lora, metadata, kept)
+            load = client.load_state_with_optimizer if with_optimizer else client.load_state
+            await load(path, weights_access_token)
+            return client
+
+        return connection.run(operation, work)
+
+    async def _saved(
+        self, path: str, weights_access_token: str | None
+    ) -> tuple[WeightsInfoResponse, dict[str, str] | None]:
+        """What was saved: weights_info where the service has it, else what its run says (services before 0.6)."""
+        connection = self._session.connect()
+        if await connection.ready() is Dialect.PROTO:
+            try:
+                headers = {"x-tinker-weights-access-token": weights_access_token} if weights_access_token else None
+                info = await self._ask(
+                    endpoints.WEIGHTS_INFO, lambda dialect: bodies.weights_info(path), headers=headers
+                )
+                return info, None
+            except NotFoundError:
+                pass  # either no such call or no such checkpoint: the run can tell
+        run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+        answer: TrainingRun = await self._ask(
+            endpoints.GET_TRAINING_RUN, path=endpoints.GET_TRAINING_RUN.url(run_id=run_id)
+        )
+        if not answer.is_lora:
+            raise ValidationError(f"{path} is not a LoRA run; only adapters can be trained on.")
+        info = WeightsInfoResponse(base_model=answer.base_model, is_lora=True, lora_rank=answer.lora_rank)
+        return info, answer.user_metadata
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, self._pickled()
+
+    def __repr__(self) -> str:
+        return f"<ServiceClient {self._session.config.base_url}>"
+
+
+def _unpickle(place: dict[str, Any], session_id: str | None) -> ServiceClient:
+    client = ServiceClient.__new__(ServiceClient)
+    # A copy makes models of its own: it opens a session of its own, so that numbers cannot meet.
+    Handle.__init__(client, Handle._session_from(place, None))
+    return client
+
+
+def _configure(
+    base_url: str | None, api_key: str | None, headers: Mapping[str, str] | None, options: dict[str, Any]
+) -> settings.Config:
+    given = {name: options.pop(name) for name in _NATIVE if name in options}
+    for name, value in (("timeout_s", options.pop("timeout", None)), ("headers", options.pop("default_headers", None))):
+        if isinstance(value, (int, float, Mapping)):
+            given.setdefault(name, value)
+    if headers:
+        given["headers"] = {**given.get("headers", {}), **headers}
+    if options:
+        warnings.warn(f"ServiceClient ignores {', '.join(sorted(options))}.", stacklevel=3)
+    return settings.resolve(base_url=base_url, api_key=api_key, **given)

@@ -1,0 +1,137 @@
+"""`SampleStream`: tokens as the service makes them, over server-sent events. Read once, with `for` or `async for`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tinkex.client._call import error_of
+from tinkex.client._dispatch import Sample
+from tinkex.client._loop import on_own_loop
+from tinkex.client._operation import Operation
+from tinkex.errors import (
+    APIResponseValidationError,
+    RequestFailedError,
+    StreamAlreadyConsumed,
+    WrongThread,
+)
+from tinkex.types.inputs import ModelInput
+from tinkex.types.sampling import SampleResponse, SamplingParams
+from tinkex.wire import endpoints, json_codec, sse
+
+if TYPE_CHECKING:
+    from tinkex.client.sampling import SamplingClient
+
+
+class StreamChunk(NamedTuple):
+    """Some tokens of one of the samples."""
+
+    sample: int
+    """Which of the samples, from 0."""
+    tokens: list[int]
+    logprobs: list[float] | None
+    stop_reason: str | None = None
+    """Set in the last chunk of a sample."""
+
+
+class SampleStream:
+    """An iterator of `StreamChunk`; afterwards `.response` is the whole `SampleResponse`."""
+
+    def __init__(self, client: SamplingClient, prompt: ModelInput, num_samples: int, params: SamplingParams) -> None:
+        self._client = client
+        self._request = Sample(prompt, num_samples, params)
+        self._is_taken = False
+        self.response: SampleResponse | None = None
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        if on_own_loop():
+            raise WrongThread("A stream cannot be read on the SDK's own loop thread.")
+        source = self._open()
+
+        def steps() -> Iterator[StreamChunk]:
+            connection = self._client._session.connect()
+            try:
+                while True:
+                    chunk = connection.run(self._operation(), lambda: _next(source)).result()
+                    if chunk is None:
+                        return
+                    yield chunk
+            finally:
+                connection.loop.post(lambda: connection.loop.spawn(source.aclose()))
+
+        return steps()
+
+    def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        source = self._open()
+
+        async def steps() -> AsyncIterator[StreamChunk]:
+            connection = self._client._session.connect()
+            try:
+                while True:
+                    chunk = await connection.run(self._operation(), lambda: _next(source))
+                    if chunk is None:
+                        return
+                    yield chunk
+            finally:
+                connection.loop.post(lambda: connection.loop.spawn(source.aclose()))
+
+        return steps()
+
+    def _operation(self) -> Operation:
+        session = self._client._session
+        return Operation("stream", session.connect().clock.now(), session=session)
+
+    def _open(self) -> Any:
+        if self._is_taken:
+            raise StreamAlreadyConsumed("This stream was read already. Call stream() again for another sample.")
+        self._is_taken = True
+        return self._chunks()
+
+    async def _chunks(self) -> AsyncIterator[StreamChunk]:
+        connection = self._client._session.connect()
+        dialect = await connection.ready()
+        if not connection.extensions.get("stream"):
+            wanted = self._request
+            self.response = await self._client.sample(wanted.prompt, wanted.num_samples, wanted.params)
+            for index, sequence in enumerate(self.response.sequences):
+                yield StreamChunk(index, sequence.tokens, sequence.logprobs, sequence.stop_reason)
+            return
+        body = self._request.body(self._client._sampling_session_id, self._client._next_seq_id(), dialect)
+        headers = {
+            **connection.base_headers,
+            "x-api-key": connection.auth.header,
+            "content-type": body.content_type,
+            "accept": "text/event-stream",
+        }
+        url = f"{connection.config.base_url}{endpoints.SAMPLE_STREAM.path}"
+        pool = endpoints.SAMPLE_STREAM.pool
+        timeout_s = connection.config.timeout_s
+        async with connection.transport.open(pool, "POST", url, headers, body.content, timeout_s) as answer:
+            if answer.status >= 400:
+                raise error_of(await answer.whole(), endpoints.SAMPLE_STREAM)
+            decoder = sse.Decoder()
+            async for data in answer.chunks():
+                for event in decoder.feed(data):
+                    if event.event == "token":
+                        yield _token(event.data)
+                    elif event.event == "done":
+                        self.response = json_codec.read(SampleResponse, json_codec.decode(event.data.encode()))
+                        for index, sequence in enumerate(self.response.sequences):
+                            yield StreamChunk(index, [], None, sequence.stop_reason)
+                        return
+                    elif event.event == "error":
+                        found = json_codec.decode(event.data.encode())
+                        raise RequestFailedError(str(found.get("error")), "", found.get("category", "unknown"))
+        raise APIResponseValidationError(None, None, "The stream ended before the service said it was done.")
+
+
+async def _next(source: Any) -> StreamChunk | None:
+    try:
+        return await anext(source)
+    except StopAsyncIteration:
+        return None
+
+
+def _token(data: str) -> StreamChunk:
+    found = json_codec.decode(data.encode())
+    return StreamChunk(int(found.get("index", 0)), list(found["tokens"]), found.get("logprobs"))
