@@ -51,13 +51,13 @@ class Sample(NamedTuple):
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
 
-    def body(self, sampling_session_id: str, seq_id: int, dialect: Dialect) -> Body:
+    def body(self, sampling_session_id: str, seq_id: int | None, dialect: Dialect) -> Body:
         return bodies.asample(
             self.prompt,
             self.num_samples,
             self.params,
             sampling_session_id=sampling_session_id,
-            seq_id=seq_id,
+            seq_id=seq_id or 0,
             prompt_logprobs=self.prompt_logprobs,
             topk_prompt_logprobs=self.topk_prompt_logprobs,
             topk_sample_logprobs=self.topk_sample_logprobs,
@@ -74,12 +74,16 @@ async def run_sample(
 ) -> SampleResponse:
     """Submit, wait, and if the service lost or broke it, ask again."""
     dialect = connection.dialect or await connection.ready()
+    if operation.seq_id is None:
+        operation.seq_id = await client._join(connection, operation)
     limiter = connection.limiter
     await limiter.samples.acquire()
     try:
         for again in range(RESUBMISSIONS + 1):
-            body = request.body(client._sampling_session_id, operation.seq_id or 0, dialect)
+            body = request.body(client._sampling_session_id, operation.seq_id, dialect)
             accepted = await _dispatch(connection, operation, body)
+            if connection.server.sample_use_retrieve_futures:
+                await client._batch(connection).ready(accepted.request_id)
             try:
                 found = await poll(connection, operation, ASAMPLE, accepted.request_id)
             except (ResultExpired, RequestFailedError) as problem:

@@ -68,7 +68,40 @@ class _Rest(Handle):
         return f"<{type(self).__name__} {self._session.config.base_url}>"
 
 
-class RestClient(_Rest):
+class _Account(_Rest):
+    """What both clients offer: programs from before there was an AdminClient ask the RestClient."""
+
+    def get_audit_log(self, event_type: str = "all", day: dt.date | None = None) -> APIFuture[AuditLogResponse]:
+        query = {"event_type": event_type, "day": day.isoformat() if day else None}
+        return self._call("get_audit_log", endpoints.AUDIT_LOG, query)
+
+    async def get_audit_log_async(self, event_type: str = "all", day: dt.date | None = None) -> AuditLogResponse:
+        return await self.get_audit_log(event_type, day)
+
+    def get_billing_usage(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> APIFuture[BillingUsageResponse]:
+        query = {"starting_on": _iso(starting_on), "ending_before": _iso(ending_before)}
+        return self._call("get_billing_usage", endpoints.BILLING_USAGE, query)
+
+    async def get_billing_usage_async(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> BillingUsageResponse:
+        return await self.get_billing_usage(starting_on, ending_before)
+
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None
+    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
+        query = {"project_id": project_id}
+        return self._call("get_current_checkpoint_storage_usage", endpoints.CHECKPOINT_STORAGE_USAGE, query)
+
+    async def get_current_checkpoint_storage_usage_async(
+        self, project_id: str | None = None
+    ) -> CurrentCheckpointStorageUsageResponse:
+        return await self.get_current_checkpoint_storage_usage(project_id)
+
+
+class RestClient(_Account):
     """Everything about what is stored, nothing about what is running."""
 
     # -- runs -------------------------------------------------------------------------------------------------------
@@ -316,37 +349,8 @@ class RestClient(_Rest):
         )
 
 
-class AdminClient(_Rest):
+class AdminClient(_Account):
     """The audit log and the bill of an organisation."""
-
-    def get_audit_log(self, event_type: str = "all", day: dt.date | None = None) -> APIFuture[AuditLogResponse]:
-        query = {"event_type": event_type, "day": day.isoformat() if day else None}
-        return self._call("get_audit_log", endpoints.AUDIT_LOG, query)
-
-    async def get_audit_log_async(self, event_type: str = "all", day: dt.date | None = None) -> AuditLogResponse:
-        return await self.get_audit_log(event_type, day)
-
-    def get_billing_usage(
-        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> APIFuture[BillingUsageResponse]:
-        query = {"starting_on": _iso(starting_on), "ending_before": _iso(ending_before)}
-        return self._call("get_billing_usage", endpoints.BILLING_USAGE, query)
-
-    async def get_billing_usage_async(
-        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> BillingUsageResponse:
-        return await self.get_billing_usage(starting_on, ending_before)
-
-    def get_current_checkpoint_storage_usage(
-        self, project_id: str | None = None
-    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
-        query = {"project_id": project_id}
-        return self._call("get_current_checkpoint_storage_usage", endpoints.CHECKPOINT_STORAGE_USAGE, query)
-
-    async def get_current_checkpoint_storage_usage_async(
-        self, project_id: str | None = None
-    ) -> CurrentCheckpointStorageUsageResponse:
-        return await self.get_current_checkpoint_storage_usage(project_id)
 
 
 def copy_weights(

@@ -13,18 +13,21 @@ import threading
 from typing import Any
 
 from tinkex.client import _validate
+from tinkex.client._batch import Batch
 from tinkex.client._call import call
+from tinkex.client._connection import Connection
 from tinkex.client._dispatch import Sample, cancel_on_service, run_sample
 from tinkex.client._handle import Handle
 from tinkex.client._operation import Operation
 from tinkex.client._session import Session
 from tinkex.client.future import APIFuture
 from tinkex.client.stream import SampleStream
-from tinkex.errors import APIError, TinkexError, ValidationError
+from tinkex.errors import APIError, NotFoundError, TinkexError, ValidationError
 from tinkex.types import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     GetServerCapabilitiesResponse,
+    JoinSamplingSessionResponse,
     ModelInput,
     SampleResponse,
     SamplingParams,
@@ -57,9 +60,9 @@ class SamplingClient(Handle):
         self._record_stability_info = record_stability_info
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._is_copy = is_copy
         self._seq_ids = itertools.count()
         self._needs_block = is_copy
+        self._batch_of: tuple[Connection, Batch] | None = None
 
     def sample(
         self,
@@ -202,19 +205,42 @@ class SamplingClient(Handle):
 
     # -- private ----------------------------------------------------------------------------------------------------
 
-    def _next_seq_id(self) -> int:
+    def _next_seq_id(self) -> int | None:
+        """The number of a sample, or None where a block of numbers must be had first (`_join`)."""
         if self._pid != os.getpid():  # forked: the parent goes on with its own numbers
             self._lock = threading.Lock()
             self._pid = os.getpid()
             self._needs_block = True
         with self._lock:
+            return None if self._needs_block else next(self._seq_ids)
+
+    async def _join(self, connection: Connection, operation: Operation) -> int:
+        """A copy in another process asks for a block of numbers of its own, once; else it draws one."""
+        if connection.server.sample_join_sampling_session:
+            try:
+                body = bodies.join_sampling_session(self._sampling_session_id)
+                answer = await call(connection, endpoints.JOIN_SAMPLING_SESSION, body, operation=operation)
+                joined = json_codec.read(JoinSamplingSessionResponse, json_codec.decode(answer.content))
+                return self._take_block(joined.client_counter)
+            except NotFoundError:
+                pass
+        return self._take_block(None)
+
+    def _take_block(self, block: int | None) -> int:
+        with self._lock:
             if self._needs_block:
                 self._needs_block = False
-                # Drawn, not counted: siblings must not meet, and the service may offer no way to ask.
-                self._seq_ids = itertools.count(random.SystemRandom().randrange(1, 1 << 20) * SEQ_BLOCK)
+                # Drawn where it cannot be asked for: siblings must not meet.
+                number = random.SystemRandom().randrange(1, 1 << 20) if block is None else block
+                self._seq_ids = itertools.count(number * SEQ_BLOCK)
             return next(self._seq_ids)
 
-    def _context_length(self, connection: Any) -> int | None:
+    def _batch(self, connection: Connection) -> Batch:
+        if self._batch_of is None or self._batch_of[0] is not connection:
+            self._batch_of = (connection, Batch(connection, self._sampling_session_id))
+        return self._batch_of[1]
+
+    def _context_length(self, connection: Connection) -> int | None:
         return connection.context_lengths.get(self.base_model) if self.base_model else None
 
     def _base_model(self) -> APIFuture[str]:

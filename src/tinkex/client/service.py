@@ -180,6 +180,10 @@ class ServiceClient(Handle):
             self, path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token, into_session=True
         )
 
+    def create_custom_loss(self, fn: Any, input_ranks: Mapping[str, Any]) -> APIFuture[Any]:
+        """Refused: losses of your own run in this process, by `TrainingClient.forward_backward_custom`."""
+        raise refuse_server_side_loss()
+
     def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
         """End the session: "success", "errored" or "interrupted". Heartbeats stop; what was accepted still runs."""
         return self._session.close(status, detail)
@@ -235,6 +239,8 @@ class ServiceClient(Handle):
         optimizer: OptimizerConfig | None,
         with_optimizer: bool,
     ) -> APIFuture[TrainingClient]:
+        if isinstance(base_model, Mapping):  # 0.4.1 has user_metadata in second place
+            base_model, user_metadata = None, dict(base_model)
         _validate.check_state_path(path)
         _validate.check_metadata(user_metadata)
         operation = self._session.operation("create_training_client_from_state")
@@ -282,11 +288,23 @@ class ServiceClient(Handle):
         info = WeightsInfoResponse(base_model=answer.base_model, is_lora=True, lora_rank=answer.lora_rank)
         return info, answer.user_metadata
 
+    @property
+    def holder(self) -> Session:
+        """What `RestClient(service.holder)` and `SamplingClient.create(service.holder, …)` take."""
+        return self._session
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, self._pickled()
 
     def __repr__(self) -> str:
         return f"<ServiceClient {self._session.config.base_url}>"
+
+
+def refuse_server_side_loss() -> ValidationError:
+    return ValidationError(
+        "Losses that run on the service (create_custom_loss, LossHandle) are not offered. Pass the function itself to "
+        "TrainingClient.forward_backward_custom(data, fn): it runs in this process, in a worker thread between two passes."
+    )
 
 
 def _unpickle(place: dict[str, Any], session_id: str | None) -> ServiceClient:
@@ -300,7 +318,9 @@ def _configure(
     base_url: str | None, api_key: str | None, headers: Mapping[str, str] | None, options: dict[str, Any]
 ) -> settings.Config:
     given = {name: options.pop(name) for name in _NATIVE if name in options}
-    for name, value in (("timeout_s", options.pop("timeout", None)), ("headers", options.pop("default_headers", None))):
+    timeout = options.pop("timeout", None)
+    timeout = getattr(timeout, "read", timeout)  # also httpx.Timeout: the time for an answer is its `read`
+    for name, value in (("timeout_s", timeout), ("headers", options.pop("default_headers", None))):
         if isinstance(value, (int, float, Mapping)):
             given.setdefault(name, value)
     if headers:

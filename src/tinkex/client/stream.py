@@ -96,7 +96,10 @@ class SampleStream:
             for index, sequence in enumerate(self.response.sequences):
                 yield StreamChunk(index, sequence.tokens, sequence.logprobs, sequence.stop_reason)
             return
-        body = self._request.body(self._client._sampling_session_id, self._client._next_seq_id(), dialect)
+        seq_id = self._client._next_seq_id()
+        if seq_id is None:
+            seq_id = await self._client._join(connection, self._operation())
+        body = self._request.body(self._client._sampling_session_id, seq_id, dialect)
         headers = {
             **connection.base_headers,
             "x-api-key": connection.auth.header,

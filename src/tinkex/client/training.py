@@ -29,6 +29,7 @@ from tinkex.types import (
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
+    UnloadModelResponse,
 )
 from tinkex.wire import bodies, endpoints
 from tinkex.wire.body import Body
@@ -227,6 +228,10 @@ class TrainingClient(Handle):
     ) -> SamplingClient:
         return await self._ephemeral(name, record_stability_info)
 
+    def save_weights_and_get_sampling_client_submit(self, retry_config: Any = None) -> APIFuture[SamplingClient]:
+        """The same without waiting, as programs for 0.4.1 call it."""
+        return self._ephemeral(None, False)
+
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
@@ -244,6 +249,14 @@ class TrainingClient(Handle):
 
         return await create_sampling_client(
             self._session, model_path=model_path, record_stability_info=record_stability_info
+        )
+
+    def unload_model(self) -> APIFuture[UnloadModelResponse]:
+        """Let the service free this adapter now, after everything called so far. What was saved stays."""
+        return self._single(
+            "unload_model",
+            endpoints.UNLOAD_MODEL,
+            lambda seq, dialect: bodies.unload_model(self.model_id, dialect=dialect),
         )
 
     # -- about the model --------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from tinkex.types.training import (
 from tinkex.types.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 from tinkex.wire.body import PROTOBUF, Body
 from tinkex.wire.dialect import Dialect
-from tinkex.wire.json_codec import dump, encode
+from tinkex.wire.json_codec import dump, encode, refuse_non_finite
 from tinkex.wire.json_inputs import write_data, write_params, write_prompt, write_tensor
 
 if TYPE_CHECKING:
@@ -213,7 +213,8 @@ def forward_backward(
         return Body(content, PROTOBUF)
     batch = {"data": write_data(data), "loss_fn": loss_fn, "loss_fn_config": _config(loss_fn_config)}
     key = "forward_input" if forward_only else "forward_backward_input"
-    return Body(encode({key: batch, "model_id": model_id, "seq_id": seq_id}))
+    refuse_non_finite(batch["loss_fn_config"], "loss_fn_config")
+    return Body(encode({key: batch, "model_id": model_id, "seq_id": seq_id}, is_finite=True))
 
 
 def _training_request(value: ForwardRequest | ForwardBackwardRequest, dialect: Dialect) -> Body:
@@ -427,10 +428,12 @@ def asample(
     The hot one: no value is made on the way, and the prompt's bytes are kept with the prompt.
     """
     is_proto = dialect is Dialect.PROTO
+    params = write_params(sampling_params, dialect)
+    refuse_non_finite(params, "sampling_params")
     fields: dict[str, Any] = {
         "num_samples": num_samples,
         "prompt": write_prompt(prompt, dialect),
-        "sampling_params": write_params(sampling_params, dialect),
+        "sampling_params": params,
         "sampling_session_id": sampling_session_id,
         "seq_id": seq_id,
     }
@@ -449,7 +452,7 @@ def asample(
         fields["record_stability_info"] = record_stability_info
     if is_proto:
         fields["type"] = "sample"
-    return Body(encode(fields))
+    return Body(encode(fields, is_finite=True))
 
 
 # ── Results

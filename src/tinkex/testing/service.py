@@ -1,0 +1,280 @@
+"""`ScriptedService`: a Tinker API on 127.0.0.1 for tests, which does its duty until the script says otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import orjson
+from google.protobuf.message import DecodeError
+
+from tinkex.errors import ValidationError
+from tinkex.testing.account import Account
+from tinkex.testing.files import Files
+from tinkex.testing.futures import json_response
+from tinkex.testing.http import HttpServer
+from tinkex.testing.messages import Reply, Request, Response
+from tinkex.testing.sampling import Sampling
+from tinkex.testing.script import FILE, Action, Answer, Delay, Drop, Hang, Script, Status, Twist
+from tinkex.testing.state import Checkpoint, Config, Model, Refused, Sampler, Session, State
+from tinkex.testing.training import Training
+from tinkex.wire import endpoints
+
+Route = Callable[[Request], "Reply | Awaitable[Reply]"]
+
+# What a service of the JSON dialect has never heard of.
+NEW_ENDPOINTS = frozenset({"client_config", "client_dynamic_config", "sample_stream"})
+
+
+class ScriptedService:
+    """A whole service in this process, on its own thread and a free port.
+
+        with ScriptedService(dialect="proto", base_models=["tinkex/tiny"]) as service:
+            service.script.on("optim_step", nth=1, do=Drop(when="after_accept"))
+            client = tinkex.ServiceClient(base_url=service.url, api_key="tml-test")
+
+    `dialect="json"` is a service of 0.4.1's days: `client/config` answers 404 and no protobuf is read or written.
+    The other arguments are the fields of `Config`.
+    """
+
+    def __init__(self, dialect: Literal["proto", "json"] = "proto", **config: Any) -> None:
+        if dialect not in ("proto", "json"):
+            raise ValueError(f"dialect is 'proto' or 'json', not {dialect!r}")
+        self.script = Script()
+        self.requests: list[Request] = []
+        self._arrived = threading.Condition()
+        self._server = HttpServer(self._handle, self._refuse_head)
+        self._state = State(Config(dialect=dialect, **config), self._server.loop)
+        self._running = asyncio.Event()
+        self._running.set()
+        self._routes: dict[str, Route] = {}
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """The `base_url` for clients."""
+        return f"http://127.0.0.1:{self._server.port}"
+
+    def start(self) -> None:
+        """Listen. After `kill`, on the same port and with the same memory."""
+        self._server.start()
+        if not self._routes:
+            state = self._state
+            rooms = (Account(state), Training(state), Sampling(state), Files(state, self.url))
+            names = [row.name for row in endpoints.ALL if not self._lacks(row.name)] + [FILE]
+            self._routes = {name: getattr(room, name) for name in names for room in rooms if hasattr(room, name)}
+
+    def stop(self) -> None:
+        """End the service and its thread. Connections are reset."""
+        self._server.stop()
+
+    def kill(self) -> None:
+        """Go dead in mid-run: nobody listens any more, every connection is reset. `start` brings it back."""
+        self._server.kill()
+
+    def pause(self) -> None:
+        """Accept connections and requests, and answer nothing until `resume`."""
+        self._server.loop.call_soon_threadsafe(self._running.clear)
+
+    def resume(self) -> None:
+        self._server.loop.call_soon_threadsafe(self._running.set)
+
+    # What a test may look at.
+
+    @property
+    def executed(self) -> list[tuple[str, int | None, str]]:
+        """Training operations in the order they ran: (model_id, seq_id, op)."""
+        return self._state.executed
+
+    @property
+    def sampled(self) -> list[tuple[str, int | None]]:
+        """Samples drawn: (sampler_id, seq_id)."""
+        return self._state.sampled
+
+    @property
+    def cancelled(self) -> list[str]:
+        """Request ids that clients cancelled."""
+        return self._state.cancelled
+
+    @property
+    def telemetry(self) -> list[dict[str, Any]]:
+        """Bodies sent to the telemetry endpoint."""
+        return self._state.telemetry
+
+    @property
+    def sessions(self) -> dict[str, Session]:
+        return self._state.sessions
+
+    @property
+    def models(self) -> dict[str, Model]:
+        return self._state.models
+
+    @property
+    def samplers(self) -> dict[str, Sampler]:
+        return self._state.samplers
+
+    @property
+    def checkpoints(self) -> dict[str, Checkpoint]:
+        return self._state.checkpoints
+
+    @property
+    def connections(self) -> int:
+        """How many are open now."""
+        return len(self._server.connections)
+
+    @property
+    def peak_connections(self) -> int:
+        return self._server.peak_connections
+
+    @property
+    def accepted_connections(self) -> int:
+        """How many there have been in all."""
+        return self._server.accepted_connections
+
+    def requests_to(self, endpoint: str) -> list[Request]:
+        """The requests to one endpoint, in the order of arrival."""
+        return [request for request in self.requests if request.endpoint == endpoint]
+
+    def wait_for_requests(self, endpoint: str = "*", count: int = 1, timeout_s: float = 10.0) -> None:
+        """Block until so many requests to an endpoint ("*": to any) have arrived since the service was made."""
+
+        def have_come() -> bool:
+            return len(self.requests if endpoint == "*" else self.requests_to(endpoint)) >= count
+
+        with self._arrived:
+            if not self._arrived.wait_for(have_come, timeout_s):
+                raise TimeoutError(f"fewer than {count} requests to {endpoint!r} within {timeout_s} s")
+
+    def _lacks(self, name: str) -> bool:
+        config = self._state.config
+        return name in config.missing or (config.dialect == "json" and name in NEW_ENDPOINTS)
+
+    def _refuse_head(self, request: Request) -> bool:
+        request.endpoint, request.parts = find(request.method, request.path)
+        if not any(rule.acts_at_head for rule in self.script.rules):
+            return False
+        is_refused = bool(self.script.decide(request, at_head=True))
+        if is_refused:
+            self._record(request)
+        return is_refused
+
+    def _record(self, request: Request) -> None:
+        with self._arrived:
+            self.requests.append(request)
+            self._arrived.notify_all()
+
+    def _handle(self, request: Request) -> Reply | Awaitable[Reply]:
+        self._record(request)
+        actions = self.script.decide(request, at_head=False) if self.script.rules else ()
+        if actions or not self._running.is_set():
+            return self._act(request, actions)
+        return self._answer(request)
+
+    async def _act(self, request: Request, actions: tuple[Action, ...]) -> Reply:
+        await self._running.wait()
+        request.twists = tuple(action for action in actions if isinstance(action, Twist))
+        reply: Reply = None
+        is_answered = False
+        for action in (*actions, Delay(0.0, when="after_accept")):
+            if isinstance(action, Twist):
+                continue
+            if action.when != "before" and not is_answered:
+                answer = self._answer(request)
+                reply = answer if answer is None or isinstance(answer, Response) else await answer
+                is_answered = True
+            match action:
+                case Delay(seconds):
+                    await asyncio.sleep(seconds)
+                case Hang():
+                    await asyncio.get_running_loop().create_future()
+                case Status(status, detail, headers):
+                    return json_response(status, {"detail": detail, "code": "scripted"}, dict(headers))
+                case Answer(body, content_type, status, headers):
+                    return Response(status, _bytes(body), content_type, headers)
+                case Drop("mid_answer"):
+                    return None if reply is None else replace(reply, cut=True)
+                case Drop():
+                    return None
+        return reply
+
+    def _answer(self, request: Request) -> Reply | Awaitable[Reply]:
+        try:
+            self._check_key(request)
+            route = self._routes.get(request.endpoint)
+            if route is None:
+                raise Refused(404, f"{request.method} {request.path} does not exist here", "not_found")
+            answer = route(request)
+            return answer if answer is None or isinstance(answer, Response) else self._awaited(answer)
+        except Refused as refusal:
+            return json_response(refusal.status, refusal.body)
+        except KeyError as problem:
+            return _malformed(422, f"the field {problem} is missing")
+        except (ValidationError, orjson.JSONDecodeError, DecodeError) as problem:
+            return _malformed(400, f"the body cannot be read: {problem}")
+
+    async def _awaited(self, answer: Awaitable[Reply]) -> Reply:
+        try:
+            return await answer
+        except Refused as refusal:
+            return json_response(refusal.status, refusal.body)
+
+    def _check_key(self, request: Request) -> None:
+        expected = self._state.config.api_key
+        if expected is None or request.endpoint in (FILE, "healthz"):
+            return
+        given = request.headers.get("x-api-key", "")
+        if given != expected and not given.startswith("eyJ"):  # a token of auth/token will do
+            raise Refused(401, "the key in X-API-Key is not valid here", "unauthorized")
+
+
+def find(method: str, path: str) -> tuple[str, dict[str, str]]:
+    """The endpoint's name and what its placeholders hold; ("", {}) if there is none."""
+    start = path.rfind("/api/v1/")  # base URLs may have a path of their own
+    if start >= 0:
+        path = path[start:]
+        name = _EXACT.get((method, path))
+        if name is not None:
+            return name, {}
+    elif method in ("GET", "HEAD"):
+        method, path = "GET", path[max(0, path.find("/files/")) :]
+    for verb, pattern, name in _PATTERNS:
+        if verb == method and (found := pattern.fullmatch(path)):
+            return name, found.groupdict()
+    return "", {}
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    # Ids that consist of segments: weights/0001, organisation/model.
+    path = re.sub(r"\{checkpoint_id\}", r"(?P<checkpoint_id>[^/]+/[^/]+)", path)
+    path = re.sub(r"\{tokenizer\}", r"(?P<tokenizer>.+)", path)
+    return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
+
+
+_EXACT = {(row.method, row.path): row.name for row in endpoints.ALL if "{" not in row.path}
+_PATTERNS = [
+    *((row.method, _pattern(row.path), row.name) for row in endpoints.ALL if "{" in row.path),
+    ("GET", _pattern("/files/{run_id}/{checkpoint_id}/{file}"), FILE),
+]
+
+
+def _bytes(body: Any) -> bytes:
+    if isinstance(body, str):
+        return body.encode()
+    return body if isinstance(body, bytes) else orjson.dumps(body)
+
+
+def _malformed(status: int, detail: str) -> Response:
+    return json_response(status, {"detail": detail, "code": "bad_request", "category": "user"})

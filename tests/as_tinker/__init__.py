@@ -1,0 +1,1 @@
+"""`import tinker` through this package."""
