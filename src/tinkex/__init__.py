@@ -27,7 +27,7 @@ _HOMES = {
         "TinkexError", "TinkerError", "ConfigError", "ValidationError", "MissingExtra", "ClosedError",
         "DeadlineExceeded", "WrongThread", "StreamAlreadyConsumed", "ResultExpired", "RequestFailedError",
         "RequestErrorCategory", "APIError", "APIConnectionError", "APITimeoutError", "APIResponseValidationError",
-        "APIStatusError", "BadRequestError",
+        "APIStatusError", "BadRequestError", "ContextOverflow",
         "AuthenticationError", "BillingError", "PermissionDeniedError", "NotFoundError", "ConflictError",
         "UnprocessableEntityError", "RateLimitError", "InternalServerError", "ExperimentalWarning",
     ),

@@ -14,7 +14,7 @@
         ├── APIConnectionError         no answer
         │   └── APITimeoutError
         ├── APIResponseValidationError an answer that does not fit
-        └── APIStatusError             400 BadRequestError … 5xx InternalServerError
+        └── APIStatusError             400 BadRequestError (ContextOverflow) … 5xx InternalServerError
 
 Errors carry data, pickle, and never hold a request's headers: no secret can leak through them.
 `retryable` is decided here and nowhere else.
@@ -170,6 +170,22 @@ class APIStatusError(APIError):
 
 
 class BadRequestError(APIStatusError): ...
+
+
+class ContextOverflow(BadRequestError, ValidationError):
+    """Prompt and max_tokens together exceed the model's context.
+
+    Also a `BadRequestError` with status 400, because that is what the service would answer and what programs catch to
+    shorten their prompt.
+    """
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
+        message = (
+            f"Prompt length plus max_tokens exceeds the model's context window: {prompt_tokens} prompt tokens + "
+            f"{max_tokens} max_tokens > {limit}. Shorten the prompt, or set max_tokens to at most "
+            f"{max(limit - prompt_tokens, 0)}."
+        )
+        super().__init__(message, Response(400), {"detail": message, "category": "user"})
 
 
 class AuthenticationError(APIStatusError): ...

@@ -101,12 +101,12 @@ def test_every_datum_is_sent_once_in_order_and_within_the_limits(
 
 
 def test_the_answers_of_chunks_read_as_one() -> None:
-    def answer(*values: float) -> ForwardBackwardOutput:
+    def answer(kind: str, *values: float) -> ForwardBackwardOutput:
         outputs = [{"logprobs": TensorData([value])} for value in values]
         metrics = {"loss:sum": sum(values), "loss:mean": sum(values) / len(values)}
-        return ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn", loss_fn_outputs=outputs, metrics=metrics)
+        return ForwardBackwardOutput(loss_fn_output_type=kind, loss_fn_outputs=outputs, metrics=metrics)
 
-    joined = join([answer(1.0, 2.0), answer(6.0)])
+    joined = join([answer("TorchLossReturn", 1.0, 2.0), answer("other", 6.0)])
     assert [output["logprobs"].data for output in joined.loss_fn_outputs] == [[1.0], [2.0], [6.0]]
     assert joined.loss_fn_output_type == "TorchLossReturn"
     assert joined.metrics == pytest.approx({"loss:sum": 9.0, "loss:mean": 3.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,10 @@ def test_a_double_precision_loss_and_a_loss_of_shape_one_work() -> None:
     assert one(lambda data, lps: (lps[0].double().sum().reshape(1), {})).loss == -6.0
 
 
+def test_a_service_that_labels_whole_log_probabilities_as_integers_is_understood() -> None:
+    assert one(lambda data, lps: (lps[0].sum(), {}), logprobs=(-1, -2, 0)).loss == -3.0
+
+
 def test_the_callers_own_parameters_get_their_gradient_too() -> None:
     scale = torch.tensor(2.0, requires_grad=True)
     one(lambda data, lps: ((lps[0] * scale).sum(), {}))
@@ -208,7 +213,9 @@ def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
 
 
 def test_metrics_are_merged_and_the_services_loss_becomes_the_surrogate() -> None:
-    found = one(lambda data, lps: (lps[0].sum(), {"kl:mean": torch.tensor(0.5, requires_grad=True), "count": 3}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of numbers that are part of a graph; the caller need not hear it
+        found = one(lambda data, lps: (lps[0].sum(), {"kl:mean": torch.tensor(0.5, requires_grad=True), "count": 3}))
     whole = with_metrics(answer(TensorData([-1.0]), loss__sum=12.0, tokens__sum=3.0), found)
     assert whole.metrics == {
         "loss:sum": -6.0, "tokens:sum": 3.0, "kl:mean": 0.5, "count": 3, "surrogate_loss:sum": 12.0,

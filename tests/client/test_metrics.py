@@ -113,8 +113,8 @@ def test_a_chunk_without_outputs_does_not_spoil_the_mean_of_the_others() -> None
 
 
 def test_a_numbered_unique_value_never_hides_a_reported_one() -> None:
-    combined = combine([chunk(1, {"c:unique": 1.0, "c:unique_1": 50.0}), chunk(1, {"c:unique": 2.0})])
-    assert combined == {"c:unique": 1.0, "c:unique_1": 50.0}
+    combined = combine([chunk(1, {"c:unique_1": 50.0, "c:unique": 1.0}), chunk(1, {"c:unique": 2.0})])
+    assert combined == {"c:unique_1": 50.0, "c:unique": 1.0}
 
 
 def test_nan_shows_wherever_it_stands() -> None:
@@ -122,6 +122,11 @@ def test_nan_shows_wherever_it_stands() -> None:
         combined = combine([chunk(1, {f"x:{reducer}": value for reducer in ("min", "max", "sum")}) for value in values])
         assert all(map(math.isnan, combined.values()))
     assert math.isnan(combine([chunk(1, {"h:hash2": math.nan})])["h:hash2"])
+
+
+def test_infinities_of_both_signs_add_up_to_nan_and_not_to_a_crash() -> None:
+    assert math.isnan(combine([chunk(1, {"x:sum": math.inf}), chunk(1, {"x:sum": -math.inf})])["x:sum"])
+    assert combine([chunk(1, {"x:sum": 1e308}), chunk(1, {"x:sum": 1e308})]) == {"x:sum": math.inf}
 
 
 reducers = st.sampled_from(["mean", "sum", "min", "max", "slack", "unique", "hash2", "hash_unordered", "new", ""])

@@ -79,6 +79,7 @@ def test_a_huge_attempt_number_does_not_overflow() -> None:
         ({"retry-after": "86400"}, 86400.0),
         ({"retry-after": "Wed, 21 Oct 2026 07:28:30 GMT"}, 30.0),
         ({"retry-after": "Wed, 21 Oct 2026 09:28:00 GMT"}, 7200.0),
+        ({"retry-after": " Wed, 21 Oct 2026 07:28:01 GMT "}, 1.0),
     ],
 )
 def test_retry_after_is_read_as_milliseconds_then_seconds_then_a_date(headers: dict[str, str], seconds: float) -> None:

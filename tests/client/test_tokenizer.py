@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import os
 import pickle
@@ -219,18 +220,23 @@ def test_an_interrupted_fetch_leaves_nothing_that_looks_complete(tmp_path: Path)
 
 @pytest.mark.usefixtures("no_transformers")
 def test_eight_threads_that_need_one_tokenizer_load_it_once(tmp_path: Path) -> None:
-    asked: list[str] = []
-    files = service(tmp_path, FILES, asked=asked)
-    start = threading.Barrier(8)
-    got: list[Any] = []
+    arrived, all_here, got = itertools.count(1), threading.Event(), []
+
+    def fetch(file: str) -> bytes | None:
+        assert all_here.wait(10), "the first holds the others up until all eight have asked"
+        return FILES.get(file)
 
     def work() -> None:
-        start.wait()
-        got.append(load("tiny", files))
+        if next(arrived) == 8:
+            all_here.set()
+        got.append(load("tiny", ServiceFiles(fetch, tmp_path / "cache", "http://a")))
 
-    in_parallel(8, work)
-    assert len({id(tokenizer) for tokenizer in got}) == 1 and len(got) == 8
-    assert asked.count("tokenizer.json") == 1
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(got) == 8 and all(tokenizer is got[0] for tokenizer in got)
 
 
 @pytest.mark.usefixtures("no_transformers")
@@ -415,11 +421,3 @@ def test_a_tokenizer_comes_from_the_hub_by_its_id(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "[0, 2, 3] 1 org/model", done.stderr
     assert "org/absent" in lines[1] and "Tokenizer.from_file" in lines[1]
-
-
-def in_parallel(count: int, work: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tinkex.client._validate import (
-    ContextOverflow,
     check_adam,
     check_data,
     check_loss_config,
@@ -24,7 +23,7 @@ from tinkex.client._validate import (
     check_ttl,
     input_length,
 )
-from tinkex.errors import BadRequestError, TinkexError, ValidationError
+from tinkex.errors import BadRequestError, ContextOverflow, TinkexError, ValidationError
 from tinkex.types.inputs import Datum, DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
 from tinkex.types.sampling import SamplingParams
 from tinkex.types.tensor import TensorData

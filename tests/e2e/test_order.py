@@ -1,4 +1,4 @@
-"""Rows C1, C2 and defects 1–3: operations arrive in the order of the calls, each exactly once, and none blocks the next."""
+"""Rows C1, C2 and defects 1–3: operations arrive in the order of the calls, exactly once, and none blocks the next."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_failed_chunk_does_not_wedge_the_training_client(connect: Connect) -> 
         training = connect(service).create_lora_training_client(MODEL)
         failing = training.forward_backward([datum(), datum(), datum()], "cross_entropy")
         after = training.optim_step(step())
-        with pytest.raises(tinkex.BadRequestError, match="chunk 2 failed.*1 before it.*learning_rate=0"):
+        with pytest.raises(tinkex.BadRequestError, match=r"chunk 2 failed.*1 before it.*learning_rate=0"):
             failing.result(20)
         assert after.result(20) is not None
         # Chunk 3 was never sent: its number is a gap, and the next operation has the number after it.
@@ -141,11 +141,8 @@ def test_2000_operations_from_8_threads_and_8_loops_arrive_in_call_order_exactly
 
     def call(client: tinkex.TrainingClient, number: int) -> tinkex.APIFuture[object]:
         with lock:  # a call and its note are one step: the order of calls is what arrival is compared with
-            future: tinkex.APIFuture[object]
-            if number % 2:
-                future = client.forward_backward(data, "cross_entropy")
-            else:
-                future = client.optim_step(step())
+            is_step = number % 2 == 0
+            future = client.optim_step(step()) if is_step else client.forward_backward(data, "cross_entropy")
             called[client.model_id].append((future.status().seq_id, future.status().operation))
             return future
 

@@ -44,7 +44,7 @@ async def call(
             if answer.status < 400:
                 operation.last_answer_at = connection.clock.now()
                 return answer
-            error: APIError = error_of(answer, endpoint)
+            error: APIError = error_of(connection, answer, endpoint)
             if answer.status == 401 and connection.auth.has_token and not has_renewed:
                 has_renewed = True  # the token may have run out between two renewals: one more try with a new one
                 await connection.auth.renew(connection)
@@ -112,15 +112,18 @@ async def send(
     return answer
 
 
-def error_of(answer: Answer, endpoint: Endpoint) -> APIStatusError:
-    """The typed error of an answer. The request's headers are not in it, so no key can leak through it."""
+def error_of(connection: Connection, answer: Answer, endpoint: Endpoint) -> APIStatusError:
+    """The typed error of an answer. Neither the request's headers nor a key that the service repeats are in it."""
+    content = answer.content
+    for secret in {connection.config.api_key, connection.auth.header}:
+        content = content.replace(secret.encode(), b"***")
     kind = answer.headers.get("content-type") or ""
     body: object = None
-    if answer.content:
+    if content:
         try:
-            body = json_codec.decode(answer.content)
+            body = json_codec.decode(content)
         except ValueError:
-            body = answer.content[:500].decode("utf-8", "replace")
+            body = content[:500].decode("utf-8", "replace")
             if "html" in kind:
                 body = f"an HTML page, probably from a proxy: {body[:120]!r}"
     return status_error(Response(answer.status, dict(answer.headers.items()), endpoint.path), body)

@@ -116,7 +116,7 @@ async def _dispatch(connection: Connection, operation: Operation, body: Body) ->
             answer = await send(connection, ASAMPLE, body, headers=_BACKPRESSURE, key=key, attempt=attempt)
             if answer.status < 400:
                 return _accepted(connection, operation, answer.content)
-            error: APIError = error_of(answer, ASAMPLE)
+            error: APIError = error_of(connection, answer, ASAMPLE)
         except APIConnectionError as problem:
             error = problem
         finally:

@@ -113,9 +113,9 @@ class Handle:
     @staticmethod
     def _session_from(place: dict[str, Any], session_id: str | None) -> Session:
         place = dict(place)
-        fingerprint = place.pop("key")
+        fingerprint = place.pop("key", None)
         config = settings.resolve(**place)
-        if _fingerprint(config.api_key) != fingerprint:
+        if fingerprint not in (None, _fingerprint(config.api_key)):
             raise ConfigError(
                 "This client was pickled with another API key than the one set here. Keys do not travel in pickles: "
                 "set TINKER_API_KEY to the same key in this process."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -57,6 +58,7 @@ class Lane:
         self._observer = observer
         self.model_id = model_id
         self.next_seq_id = first_seq_id
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._queue: deque[tuple[Operation, APIFuture[Any], Program[Any], range]] = deque()
         self._worker: asyncio.Task[None] | None = None
@@ -69,6 +71,11 @@ class Lane:
             raise WrongThread(
                 f"{kind} was called inside the custom loss of the same training client, which holds the queue until "
                 "the loss returns. Call it after forward_backward_custom."
+            )
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"{kind}: this training client was made before a fork, and the parent process goes on with its sequence "
+                "numbers. Use it there only; or make one in this process, with create_training_client_from_state."
             )
         connection = self._session.connect()
         self._report_unseen()

@@ -139,6 +139,7 @@ class LoopThread:
 
 
 _current: LoopThread | None = None
+_left_behind: list[LoopThread] = []
 _lock = threading.Lock()
 _fork_hooks: list[Callable[[], None]] = []
 
@@ -165,6 +166,9 @@ def after_fork_in_child(hook: Callable[[], None]) -> None:
 
 def _forget() -> None:
     global _current, _lock, _mailboxes_lock
+    if _current is not None:
+        # Kept, not freed: freeing the parent's unfinished tasks would run their clean-up in this process too.
+        _left_behind.append(_current)
     _current = None
     _lock = threading.Lock()
     _mailboxes_lock = threading.Lock()

@@ -45,7 +45,9 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
             body = bodies.retrieve_future(request_id, wants_size, dialect=dialect)
             try:
                 answer = await send(connection, RETRIEVE_FUTURE, body, headers=headers, timeout_s=POLL_TIMEOUT_S)
-                read = _read(answer, endpoint, request_id, is_fresh=started - accepted_at < NOT_YET_VISIBLE_S)
+                read = _read(
+                    connection, answer, endpoint, request_id, is_fresh=started - accepted_at < NOT_YET_VISIBLE_S
+                )
             except (APIConnectionError, _Again) as problem:
                 error = problem.error if isinstance(problem, _Again) else problem
                 _note_fault(connection, operation, request_id, error)
@@ -84,11 +86,13 @@ class _Again(Exception):
         self.error = error
 
 
-def _read(answer: Answer, endpoint: Endpoint, request_id: str, *, is_fresh: bool) -> envelope.Envelope:
+def _read(
+    connection: Connection, answer: Answer, endpoint: Endpoint, request_id: str, *, is_fresh: bool
+) -> envelope.Envelope:
     if answer.status in (200, 408):
         result_type = getattr(tinkex.types, endpoint.answer)
         return envelope.read(answer.status, answer.headers, answer.content, result_type, request_id)
-    error = error_of(answer, RETRIEVE_FUTURE)
+    error = error_of(connection, answer, RETRIEVE_FUTURE)
     if answer.status == 410:
         raise ResultExpired(
             f"The service no longer has the result of request {request_id} ({endpoint.name}). Expired, or lost in a "

@@ -33,6 +33,7 @@ QUEUE = 1000
 BATCH = 100
 FLUSH_S = 10.0
 TIMEOUT_S = 5.0
+GOODBYE_S = 1.0
 _process = str(uuid.uuid4())
 
 
@@ -70,10 +71,14 @@ class Telemetry:
         self._wake.set()
 
     async def finish(self) -> None:
-        """Say goodbye once; a telemetry service that is down costs one short timeout at most."""
+        """Say goodbye once; a telemetry service that is down costs a second at most."""
         seconds = self._connection.clock.now() - self._started
         self._add(SessionEndEvent, "SESSION_END", "INFO", duration=str(dt.timedelta(seconds=seconds)))
-        await self._flush()
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self._flush()
+        except TimeoutError:
+            pass
         self.stop()
 
     def stop(self) -> None:

@@ -1,12 +1,14 @@
 """The HTTP library, hidden: one place knows pyqwest. Why it was chosen: docs/decisions/http-library.md.
 
 Each kind of traffic has its own pool of connections, so a burst of samples never delays a heartbeat. Redirects are
-followed only within the same origin: a key never travels to another host.
+followed only within the same origin: a key never travels to another host. The library's threads do not survive a fork:
+a forked child speaks through `_plain_http` instead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,12 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urljoin, urlsplit
 
 from tinkex.client._loop import after_fork_in_child
-from tinkex.errors import APIConnectionError, APITimeoutError, ConfigError
+from tinkex.errors import APIConnectionError, APIResponseValidationError, APITimeoutError, ConfigError
 from tinkex.settings import Config
 from tinkex.wire.endpoints import Pool
 
 if TYPE_CHECKING:
     import pyqwest
+
+    from tinkex.client._plain_http import PlainClient, PlainStream
 
 CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 60.0
@@ -41,7 +45,7 @@ class Answer(NamedTuple):
 class StreamedAnswer:
     """An answer whose body is read piece by piece."""
 
-    def __init__(self, response: pyqwest.Response, timeout_s: float) -> None:
+    def __init__(self, response: pyqwest.Response | PlainStream, timeout_s: float) -> None:
         self.status = response.status
         self.headers = cast(Headers, response.headers)
         self._response = response
@@ -69,7 +73,7 @@ class Transport:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._ca = _read_ca(config.ca_file)
-        self._clients: dict[Pool, pyqwest.Client] = {}
+        self._clients: dict[Pool, pyqwest.Client | PlainClient] = {}
         self._origin = urlsplit(config.base_url)[:2]
 
     async def send(
@@ -109,7 +113,22 @@ class Transport:
         finally:
             await opened.__aexit__(None, None, None)
 
-    def _make(self, pool: Pool) -> pyqwest.Client:
+    def _make(self, pool: Pool) -> pyqwest.Client | PlainClient:
+        client = self._clients[pool] = self._plain(pool) if _is_forked else self._fast(pool)
+        return client
+
+    def _plain(self, pool: Pool) -> PlainClient:
+        from tinkex.client._plain_http import PlainClient
+
+        return PlainClient(
+            size=self._config.pools[pool.value],
+            ca=self._ca,
+            proxy=self._config.proxy,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            idle_s=IDLE_S,
+        )
+
+    def _fast(self, pool: Pool) -> pyqwest.Client:
         import pyqwest
 
         size = self._config.pools[pool.value]
@@ -124,14 +143,14 @@ class Transport:
             follow_redirects=False,
             enable_otel=False,
         )
-        client = self._clients[pool] = pyqwest.Client(transport)
-        return client
+        return pyqwest.Client(transport)
 
     def _next_url(self, url: str, location: str | None) -> str:
         target = urljoin(url, location or "")
         if urlsplit(target)[:2] != self._origin:
-            raise APIConnectionError(
-                None, f"{url} redirects to another host ({urlsplit(target).netloc}); the key is not sent there."
+            raise APIResponseValidationError(
+                message=f"{url} redirects to another host ({urlsplit(target).netloc}); the key is not sent there. "
+                "If that is the service's new address, set it as base_url."
             )
         return target
 
@@ -180,9 +199,17 @@ def transport_for(config: Config) -> Transport:
         return _transports[key]
 
 
+_is_forked = False
+"""Whether this process was forked from one that had loaded the HTTP library."""
+_left_behind: list[object] = []
+
+
 def _forget() -> None:
-    global _lock
+    global _lock, _is_forked
     _lock = threading.Lock()
+    _is_forked = _is_forked or "pyqwest" in sys.modules
+    # Kept, not freed: freeing them may wait for locks of threads that exist only in the parent.
+    _left_behind.append(dict(_transports))
     _transports.clear()
 
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-from tinkex.errors import BadRequestError, Response, ValidationError
+from tinkex.errors import ContextOverflow, ValidationError
 from tinkex.types.coerce import describe
 from tinkex.types.inputs import Datum, DmelChunk, EncodedTextChunk, ModelInput
 from tinkex.types.sampling import SamplingParams
@@ -50,22 +50,6 @@ _OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
 _KNOWN: Final = {loss: frozenset((*_REQUIRED[loss], *others)) for loss, others in _OPTIONAL.items()}
 _PER_TOKEN: Final = frozenset().union(*_KNOWN.values())
 _SENT_FOR_OWN: Final = frozenset(("target_tokens", "weights"))
-
-
-class ContextOverflow(BadRequestError, ValidationError):
-    """Prompt and max_tokens together exceed the model's context.
-
-    Also a `BadRequestError` with status 400, because that is what the service would answer and what programs catch to
-    shorten their prompt.
-    """
-
-    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
-        message = (
-            f"Prompt length plus max_tokens exceeds the model's context window: {prompt_tokens} prompt tokens + "
-            f"{max_tokens} max_tokens > {limit}. Shorten the prompt, or set max_tokens to at most "
-            f"{max(limit - prompt_tokens, 0)}."
-        )
-        super().__init__(message, Response(400), {"detail": message, "category": "user"})
 
 
 def check_data(data: Sequence[Datum], loss_fn: str | None) -> list[Datum]:

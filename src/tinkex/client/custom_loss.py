@@ -117,7 +117,7 @@ def _unpack(torch: Any, answer: Any) -> tuple[Any, dict[str, float]]:
             "The custom loss does not depend on the log-probabilities, so there is no gradient. Compute it from the "
             "tensors in the second argument, without .item(), .detach(), .tolist() or torch.no_grad()."
         )
-    return loss.reshape(()), _numbers(metrics)
+    return loss, _numbers(metrics)
 
 
 def _numbers(metrics: Any) -> dict[str, float]:

@@ -1,139 +1,208 @@
-"""Downloads checkpoint files: in pieces, with progress, resumed after a break, checked against the service's checksum.
+"""`download_checkpoint`: a saved checkpoint's files on this machine, whatever way the service hands them out.
 
-A file is written beside its place as `name.part` and moved there when it is whole and right: a file that has its name
-is complete. The addresses are short-lived and signed; no key is sent to them, and they appear in no message.
+Services up to 0.35 give a tar archive; later ones give the address of each file, after a temporary export. `download`
+fetches one file (`_fetch` tells how).
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import random
+import asyncio
+import functools
+import os
 import re
-from collections.abc import Callable
+import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from tinkex.client._call import hint_of
+from tinkex.client._archive import place, unpack
 from tinkex.client._connection import Connection
-from tinkex.client._retry import RetryPolicy
-from tinkex.client._transport import Headers
+from tinkex.client._fetch import Part, Progress, Watcher, download
+from tinkex.client._operation import Operation
 from tinkex.client._worker import in_thread
-from tinkex.errors import APIConnectionError, APIError, Response, TinkexError, status_error
-from tinkex.wire.endpoints import Pool
+from tinkex.client.future import APIFuture
+from tinkex.errors import APIStatusError, NotFoundError, TinkexError
+from tinkex.types import ParsedCheckpointTinkerPath
 
-PIECE = 1 << 20
+if TYPE_CHECKING:
+    from tinkex.client.rest import RestClient
+
+__all__ = ["Progress", "download", "download_checkpoint"]
+
+LONGEST_S = 7 * 86400.0
+"""A download that moves may take as long as it takes; one that does not move fails much sooner."""
+EXPORT_TTL_S = 86400
+"""A temporary export that could not be deleted (the process was killed) goes away by itself."""
+_NO_SUCH_CALL = (404, 405, 410, 501)
+_ADDRESS_RAN_OUT = (400, 401, 403)
 
 
-class Progress(NamedTuple):
-    """How far a file has come. `total_bytes` is None when the service does not say."""
-
-    file: str
-    done_bytes: int
-    total_bytes: int | None
-
-
-async def download(
-    connection: Connection,
-    url: str,
-    target: Path,
+def download_checkpoint(
+    rest_client: RestClient,
+    tinker_path: str,
+    folder: str | os.PathLike[str],
+    progress: Watcher | None = None,
     *,
-    sha256: str | None = None,
-    progress: Callable[[Progress], object] | None = None,
-) -> Path:
-    """Fetch `url` to `target`, going on from what is already there. Loop thread."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    policy = RetryPolicy(max_attempts=connection.config.max_retries, budget_s=connection.config.unreachable_s)
-    started = connection.clock.now()
-    attempt = 0
-    while True:
-        before = _held(part)
+    keep_archive: bool = False,
+) -> APIFuture[list[Path]]:
+    """Fetch all files of a checkpoint into `folder`; gives their paths.
+
+    Called again after a break it goes on where it stopped. `progress` is called with a `Progress` on the SDK's loop
+    thread: it must be quick. A service that gives no archives starts a training session for the export of a
+    `weights/` path; the export is deleted afterwards.
+    """
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    connection = rest_client._session.connect()
+    operation = _Download("download_checkpoint", connection.clock.now(), session=rest_client._session)
+
+    def watch(step: Progress) -> None:
+        operation.latest = step
+        if progress is not None:
+            progress(step)
+
+    job = _Job(rest_client, connection, parsed, Path(folder), watch, keep_archive)
+    return connection.run(operation, job.run, LONGEST_S)
+
+
+class _Download(Operation):
+    """Tells how far it has come while it is waited for."""
+
+    __slots__ = ("latest",)
+    latest: Progress | None
+
+    def waiting_line(self, now: float) -> str:
+        step: Progress | None = getattr(self, "latest", None)
+        if step is None:
+            return super().waiting_line(now)
+        of = "" if step.total_bytes is None else f" of {step.total_bytes:,}"
+        return f"waiting {now - self.created_at:.0f} s for {self.name}: {step.file}, {step.done_bytes:,}{of} bytes"
+
+
+class _Job:
+    """One download. Loop thread."""
+
+    def __init__(
+        self,
+        rest: RestClient,
+        connection: Connection,
+        parsed: ParsedCheckpointTinkerPath,
+        folder: Path,
+        watch: Watcher,
+        keep_archive: bool,
+    ) -> None:
+        self._rest = rest
+        self._connection = connection
+        self._parsed = parsed
+        self._folder = folder
+        self._watch = watch
+        self._keep_archive = keep_archive
+
+    async def run(self) -> list[Path]:
+        if self._parsed.checkpoint_type == "external":
+            return await self._files(self._parsed.tinker_path)
         try:
-            expected = await _fetch(connection, url, part, progress)
-            break
-        except APIError as problem:
-            now = connection.clock.now()
-            if _held(part) > before:
-                attempt, started = 0, now  # it moved: a slow line is not a dead one
-            delay_s = policy.delay(attempt, now - started, hint_of(problem, connection), random.random)
-            attempt += 1
-            if not problem.retryable or delay_s is None:
+            url = await self._archive_url()
+        except APIStatusError as problem:
+            if problem.status_code not in _NO_SUCH_CALL or not await self._may_exist():
                 raise
-            await connection.clock.sleep(delay_s)
-    # Hashing gigabytes takes seconds: not on the loop.
-    return await in_thread(lambda: _settle(part, target, sha256 or expected), "tinkex-checksum")
+            return await self._export()
+        return await self._archive(url)
+
+    async def _archive_url(self) -> str:
+        found = await self._rest.get_checkpoint_archive_url(self._parsed.training_run_id, self._parsed.checkpoint_id)
+        return found.url
+
+    async def _archive(self, url: str) -> list[Path]:
+        name = re.sub(r"[^\w.-]+", "_", f"{self._parsed.training_run_id}_{self._parsed.checkpoint_id}")
+        archive = await self._fetch(url, self._archive_url, self._folder / f"{name}.tar")
+        files = await in_thread(lambda: unpack(archive, self._folder), "tinkex-unpack")
+        if self._keep_archive:
+            return [*files, archive]
+        archive.unlink(missing_ok=True)
+        return files
+
+    async def _files(self, tinker_path: str) -> list[Path]:
+        """The files of an export, one after the other."""
+
+        async def links() -> dict[str, str]:
+            return (await self._rest.get_external_weights_urls(tinker_path)).urls
+
+        async def renewed(file: str) -> str:
+            return (await links())[file]
+
+        urls = await links()
+        targets = {file: place(self._folder, file) for file in sorted(urls)}  # all names are checked first
+        for file, target in targets.items():
+            await self._fetch(urls[file], functools.partial(renewed, file), target)
+        return list(targets.values())
+
+    async def _fetch(self, url: str, renew: Callable[[], Awaitable[str]], target: Path) -> Path:
+        """One file. An address that runs out on the way is asked for anew, as long as the file grows."""
+        held = -1
+        while True:
+            try:
+                return await download(self._connection, url, target, progress=self._watch)
+            except APIStatusError as problem:
+                if problem.status_code not in _ADDRESS_RAN_OUT or Part(target).held_bytes <= held:
+                    raise
+                held = Part(target).held_bytes
+                url = await renew()
+
+    async def _may_exist(self) -> bool:
+        """Whether to go on although the archive was not found: the call may be gone, or the checkpoint."""
+        try:
+            found = await self._rest.list_checkpoints(self._parsed.training_run_id)
+        except APIStatusError as problem:
+            # Others' checkpoints cannot be listed, published ones still be read.
+            return not isinstance(problem, NotFoundError)
+        return any(saved.tinker_path == self._parsed.tinker_path for saved in found.checkpoints)
+
+    async def _export(self) -> list[Path]:
+        """Have the service write the files: load the weights into a model of our own, export it, fetch, tidy up."""
+        from tinkex.client.service import ServiceClient
+
+        path = self._parsed.tinker_path
+        if self._parsed.checkpoint_type != "training":
+            raise TinkexError(
+                f"This service gives no archives, and {path} cannot be exported: only weights/ paths (from save_state) "
+                "and external_weights/ paths (from save_weights_external) can be downloaded."
+            )
+        service = ServiceClient(config=self._rest._session.config)
+        try:
+            training = await service.create_training_client_from_state_async(path)
+            export = await training.save_weights_external(f"download-{uuid.uuid4().hex[:12]}", EXPORT_TTL_S)
+            tidy = _Tidy(self._rest, self._connection, export.path)
+            try:
+                return await self._files(export.path)
+            finally:
+                await tidy.up()
+        finally:
+            try:
+                await service.close()
+            except TinkexError:
+                pass  # the files are here, or their own error is on its way
 
 
-async def _fetch(
-    connection: Connection, url: str, part: Path, progress: Callable[[Progress], object] | None
-) -> str | None:
-    """One attempt, from where the part file ends. Returns the checksum the service announced, if any."""
-    offset = _held(part)
-    headers = {"accept-encoding": "identity"}
-    if offset:
-        headers["range"] = f"bytes={offset}-"
-    name = part.name.removesuffix(".part")
-    async with connection.transport.open(Pool.TRAIN, "GET", url, headers, b"", connection.config.timeout_s) as answer:
-        if answer.status == 416 and offset:
-            _discard(part)  # the file there is shorter than what we hold: it is another file
-            raise APIConnectionError(None, f"{name}: the file on the service changed; starting over.")
-        if answer.status >= 400:
-            raise status_error(Response(answer.status, dict(answer.headers.items())), f"while downloading {name}")
-        if answer.status != 206:
-            offset = 0  # the service sends it whole
-        total = _total(answer.headers, offset)
-        with part.open("ab" if offset else "wb") as file:
-            async for piece in answer.chunks():
-                file.write(piece)
-                offset += len(piece)
-                if progress is not None:
-                    progress(Progress(name, offset, total))
-        if total is not None and offset < total:
-            raise APIConnectionError(None, f"{name}: the connection ended at {offset:,} of {total:,} bytes.")
-        return _announced(answer.headers)
+class _Tidy:
+    """Deletes a temporary export, also when Ctrl-C ends the interpreter in the middle of the download."""
 
+    def __init__(self, rest: RestClient, connection: Connection, export_path: str) -> None:
+        self._rest = rest
+        self._loop = connection.loop
+        self._export_path = export_path
+        self._task: asyncio.Task[None] | None = None
+        self._loop.at_exit(id(self), self.up)
 
-def _held(part: Path) -> int:
-    return part.stat().st_size if part.exists() else 0
+    async def up(self) -> None:
+        """Once, whoever asks first; who asks later waits for the same."""
+        if self._task is None:
+            self._task = self._loop.spawn(self._delete())
+        await asyncio.shield(self._task)
 
-
-def _discard(part: Path) -> None:
-    part.unlink(missing_ok=True)
-
-
-def _settle(part: Path, target: Path, expected: str | None) -> Path:
-    _verify(part, expected)
-    return part.replace(target)
-
-
-def _total(headers: Headers, offset: int) -> int | None:
-    span = re.fullmatch(r"bytes \d+-\d+/(\d+)", headers.get("content-range") or "")
-    if span:
-        return int(span[1])
-    length = headers.get("content-length") or ""
-    return offset + int(length) if length.isdigit() else None
-
-
-def _announced(headers: Headers) -> str | None:
-    """A sha-256 in hex from the headers that services use for it."""
-    for name in ("x-checksum-sha256", "x-amz-meta-sha256"):
-        if found := headers.get(name):
-            return found.strip().lower()
-    digest = re.search(r"sha-256=:?([A-Za-z0-9+/]{43}=)", headers.get("repr-digest") or headers.get("digest") or "")
-    return base64.b64decode(digest[1]).hex() if digest else None
-
-
-def _verify(part: Path, expected: str | None) -> None:
-    if expected is None:
-        return
-    digest = hashlib.sha256()
-    with part.open("rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    if digest.hexdigest() != expected:
-        part.unlink()
-        raise TinkexError(
-            f"{part.name.removesuffix('.part')} arrived damaged: its sha256 is {digest.hexdigest()[:12]}…, the service "
-            f"announced {expected[:12]}…. The file was deleted; download it again."
-        )
+    async def _delete(self) -> None:
+        try:
+            await self._rest.delete_checkpoint_from_tinker_path(self._export_path)
+        except TinkexError:
+            pass  # it expires by itself
+        finally:
+            self._loop.at_exit(id(self), None)

@@ -32,13 +32,13 @@ class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg
     def result(self, timeout: float | None = None) -> T:
         """Block until the result is there, or raise its error. A timeout leaves the work going."""
         self._is_observed = True
-        if not self.done():
+        if self._is_open:
             self._refuse_impossible_wait()
         return super().result(timeout)  # type: ignore[no-any-return]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._is_observed = True
-        if not self.done():
+        if self._is_open:
             self._refuse_impossible_wait()
         return super().exception(timeout)
 
@@ -51,7 +51,7 @@ class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg
 
     def __await__(self) -> Generator[Any, None, T]:
         self._is_observed = True
-        if not self.done():
+        if self._is_open:
             self._refuse_foreign_process()
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
@@ -97,6 +97,11 @@ class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg
 
     def future(self) -> APIFuture[T]:
         return self
+
+    @property
+    def _is_open(self) -> bool:
+        # Read without the lock, which a forked child may have inherited in a locked state.
+        return self._state in ("PENDING", "RUNNING")
 
     def _refuse_impossible_wait(self) -> None:
         self._refuse_foreign_process()

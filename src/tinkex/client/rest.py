@@ -212,7 +212,7 @@ class RestClient(_Account):
                 pool, "GET", url, headers, b"", connection.config.timeout_s, follow=False
             )
             if answer.status >= 400:
-                raise error_of(answer, endpoints.CHECKPOINT_ARCHIVE)
+                raise error_of(connection, answer, endpoints.CHECKPOINT_ARCHIVE)
             location = answer.headers.get("location")
             if not location:
                 raise APIResponseValidationError(

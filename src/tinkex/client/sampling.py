@@ -78,7 +78,7 @@ class SamplingClient(Handle):
     ) -> APIFuture[SampleResponse]:
         """Draw `num_samples` continuations of the prompt."""
         connection = self._session.connect()
-        _validate.check_sampling(
+        params = _validate.check_sampling(
             prompt,
             num_samples,
             sampling_params,
@@ -93,7 +93,7 @@ class SamplingClient(Handle):
         request = Sample(
             prompt=prompt,
             num_samples=num_samples,
-            params=sampling_params,
+            params=params,
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
@@ -116,6 +116,8 @@ class SamplingClient(Handle):
         if connection.dynamic.sample_cancel_enabled:
             future.add_done_callback(lambda done: cancel_on_service(connection, operation, done))
         return future
+
+    _draw = sample  # programs that replace `sample` to count samples must not count log-probabilities
 
     async def sample_async(
         self,
@@ -145,7 +147,7 @@ class SamplingClient(Handle):
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
         """The log-probability of every prompt token; the first has none."""
-        sampled = self.sample(
+        sampled = self._draw(
             prompt, 1, SamplingParams(max_tokens=1), True, prompt_logprobs_last_n=prompt_logprobs_last_n
         )
         future: APIFuture[list[float | None]] = APIFuture(sampled._operation)
@@ -164,8 +166,8 @@ class SamplingClient(Handle):
         Where the service does not announce streaming, one final chunk per sample.
         """
         connection = self._session.connect()
-        _validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(connection))
-        return SampleStream(self, prompt, num_samples, sampling_params)
+        params = _validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(connection))
+        return SampleStream(self, prompt, num_samples, params)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
@@ -178,6 +180,33 @@ class SamplingClient(Handle):
 
     async def get_base_model_async(self) -> str:
         return await self._base_model()
+
+    @staticmethod
+    def create(
+        holder: Session,
+        *,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        sampling_session_id: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> APIFuture[SamplingClient]:
+        """As `ServiceClient.create_sampling_client`, without waiting; `holder` is `ServiceClient.holder`."""
+        from tinkex.client.future import finished
+
+        if sampling_session_id is None:
+            return create_sampling_client(
+                holder, model_path=model_path, base_model=base_model, record_stability_info=record_stability_info
+            )
+        return finished(
+            SamplingClient(
+                holder,
+                sampling_session_id,
+                base_model=base_model,
+                model_path=model_path,
+                record_stability_info=record_stability_info,
+            )
+        )
 
     def get_sampler_handle(self) -> str:
         """A text that names this sampler, for `from_sampler_handle` in another process. Holds no key."""
@@ -194,14 +223,15 @@ class SamplingClient(Handle):
         import json
 
         try:
-            place, *rest = json.loads(base64.urlsafe_b64decode(handle))
-            if api_key is not None:
-                place = {name: value for name, value in place.items() if name != "key"} | {"api_key": api_key}
-            return _unpickle(place, *rest)
-        except (ValueError, TypeError, KeyError) as problem:
-            if isinstance(problem, TinkexError):
-                raise
+            place, session_id, sampling_session_id, base_model, model_path = json.loads(
+                base64.urlsafe_b64decode(handle)
+            )
+            place = {name: value for name, value in place.items() if api_key is None or name != "key"}
+        except (ValueError, TypeError, AttributeError):
             raise ValidationError("This is not a handle made by SamplingClient.get_sampler_handle().") from None
+        if api_key is not None:
+            place["api_key"] = api_key
+        return _unpickle(place, session_id, sampling_session_id, base_model, model_path)
 
     # -- private ----------------------------------------------------------------------------------------------------
 

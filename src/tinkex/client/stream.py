@@ -111,7 +111,7 @@ class SampleStream:
         timeout_s = connection.config.timeout_s
         async with connection.transport.open(pool, "POST", url, headers, body.content, timeout_s) as answer:
             if answer.status >= 400:
-                raise error_of(await answer.whole(), endpoints.SAMPLE_STREAM)
+                raise error_of(connection, await answer.whole(), endpoints.SAMPLE_STREAM)
             decoder = sse.Decoder()
             async for data in answer.chunks():
                 for event in decoder.feed(data):
