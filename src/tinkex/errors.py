@@ -169,7 +169,8 @@ class APIStatusError(APIError):
         return is_retryable_status(self.status_code, getattr(self.response, "headers", None) or {})
 
 
-class BadRequestError(APIStatusError): ...
+class BadRequestError(APIStatusError):
+    """The service refuses the request as it stands: a wrong argument, a bad path."""
 
 
 class ContextOverflow(BadRequestError, ValidationError):
@@ -188,28 +189,36 @@ class ContextOverflow(BadRequestError, ValidationError):
         super().__init__(message, Response(400), {"detail": message, "category": "user"})
 
 
-class AuthenticationError(APIStatusError): ...
+class AuthenticationError(APIStatusError):
+    """The key is missing, wrong or revoked."""
 
 
-class BillingError(APIStatusError): ...
+class BillingError(APIStatusError):
+    """The account cannot pay for the work."""
 
 
-class PermissionDeniedError(APIStatusError): ...
+class PermissionDeniedError(APIStatusError):
+    """The key is right and may not do this."""
 
 
-class NotFoundError(APIStatusError): ...
+class NotFoundError(APIStatusError):
+    """No such model, run, checkpoint, session or call."""
 
 
-class ConflictError(APIStatusError): ...
+class ConflictError(APIStatusError):
+    """The request contradicts what is there, for example a name that is taken."""
 
 
-class UnprocessableEntityError(APIStatusError): ...
+class UnprocessableEntityError(APIStatusError):
+    """The service can read the request and cannot make sense of it."""
 
 
-class RateLimitError(APIStatusError): ...
+class RateLimitError(APIStatusError):
+    """Too much at once. Samples wait this out together; other requests retry."""
 
 
-class InternalServerError(APIStatusError): ...
+class InternalServerError(APIStatusError):
+    """The service failed, or something in front of it did."""
 
 
 class ExperimentalWarning(FutureWarning):

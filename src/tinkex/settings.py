@@ -1,7 +1,8 @@
 """The only reader of the environment and of configuration files. An explicit argument always wins.
 
 Order: argument, environment, file (`tinkex.toml` in the user's configuration folder, or named by TINKEX_CONFIG,
-table `[client]`), default. Every name stands in one of the two tables below; `docs/settings.md` is made from them.
+table `[client]`), what other programs are told by the environment too (proxies, certificates), default. Every name
+stands in one of the tables below; `docs/settings.md` is made from them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,22 @@ ENVIRONMENT = {
 }
 """Config field → environment variable."""
 
-POOL_SIZES = {"session": 4, "train": 16, "sample": 64, "retrieve": 1000, "telemetry": 2}
-"""HTTP/1.1 connections per kind of traffic. A long poll occupies one, so `retrieve` is wide; HTTP/2 needs few."""
+SHARED_ENVIRONMENT = {
+    "ca_file": ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),  # SSL_CERT_FILE and SSL_CERT_DIR are read by OpenSSL itself
+    "http_proxy": ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"),
+    "https_proxy": ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"),
+    "no_proxy": ("no_proxy", "NO_PROXY"),
+}
+"""Config field → variables that other programs read as well; the first that is set counts.
+
+They were set with no thought of us. So an argument, TINKEX_PROXY, TINKEX_CA_FILE and our file come first, a file of
+certificates that is not there is passed over, and a service on this machine is never reached through a proxy of theirs
+(only through `proxy=` or TINKEX_PROXY, which hold for every address).
+"""
+
+POOL_SIZES = {"session": 4, "train": 16, "sample": 64, "retrieve": 600, "telemetry": 2}
+"""HTTP/1.1 connections per kind of traffic; HTTP/2 needs few. A long poll occupies one, so `retrieve` is wide; all
+of them together stay well below the 1,024 open files that most systems allow a process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +78,9 @@ class Config:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     telemetry: bool = True
     proxy: str | None = field(default=None, repr=False)
+    http_proxy: str | None = field(default=None, repr=False)
+    https_proxy: str | None = field(default=None, repr=False)
+    no_proxy: str = ""
     ca_file: str | None = None
     project_id: str | None = None
     tags: tuple[str, ...] = ()
@@ -86,7 +104,8 @@ def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Confi
     known = {entry.name for entry in fields(Config)}
     if unknown := sorted(given.keys() - known):
         raise ConfigError(f"Unknown settings: {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
-    merged = _file(environ) | _from_environment(environ) | given
+    shared = {name: value for name, (value, _) in _from_shared(environ).items()}
+    merged = shared | _file(environ) | _from_environment(environ) | given
     command = merged.pop("credential_cmd", None)
     merged.pop("log", None)
     merged["base_url"] = normalise_url(merged.get("base_url") or DEFAULT_BASE_URL)
@@ -100,6 +119,35 @@ def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Confi
 def log_level(environ: Mapping[str, str] | None = None) -> str:
     """TINKER_LOG: debug or info; anything else leaves logging alone."""
     return (os.environ if environ is None else environ).get("TINKER_LOG", "").lower()
+
+
+def allows_colour(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a terminal may be sent colours: NO_COLOR (no-color.org) and TERM=dumb say no."""
+    environ = os.environ if environ is None else environ
+    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+def sources(environ: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, str]:
+    """Where `resolve` takes each value from, in words: "argument", a variable, a file, "default"."""
+    environ = os.environ if environ is None else environ
+    table, variables, path = _file(environ), _from_environment(environ), _file_path(environ)
+    shared = _from_shared(environ)
+    found = {}
+    for name in (entry.name for entry in fields(Config)):
+        if arguments.get(name) is not None:
+            found[name] = "argument"
+        elif name in variables:
+            found[name] = ENVIRONMENT[name]
+        elif name in table:
+            found[name] = str(path)
+        else:
+            found[name] = shared[name][1] if name in shared else "default"
+    if found["api_key"] == "default":
+        if "credential_cmd" in {**table, **variables}:
+            found["api_key"] = "TINKER_CREDENTIAL_CMD"
+        elif _stored_key():
+            found["api_key"] = "the official client's login"
+    return found
 
 
 def normalise_url(url: str) -> str:
@@ -120,6 +168,46 @@ def is_loopback(base_url: str) -> bool:
     return host in LOOPBACK or host.startswith("127.")
 
 
+def proxy_for(url: str, config: Config) -> str | None:
+    """The proxy on the way to an address: `proxy` for all of them, else HTTP(S)_PROXY unless NO_PROXY names the host.
+
+    A service on this machine is reached directly, whatever the environment says: no proxy can reach it for us.
+    """
+    if config.proxy:
+        return _with_scheme(config.proxy)
+    parts = urlsplit(url)
+    found = config.https_proxy if parts.scheme == "https" else config.http_proxy
+    if not found or is_loopback(url) or _is_exempt(parts.hostname or "", config.no_proxy):
+        return None
+    return _with_scheme(found)
+
+
+def _with_scheme(proxy: str) -> str:
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _is_exempt(host: str, no_proxy: str) -> bool:
+    """NO_PROXY as curl reads it: hosts, domains with all below them, addresses, networks, or `*`."""
+    for entry in no_proxy.lower().split(","):
+        name = entry.strip().removeprefix("*.").lstrip(".")
+        if name.count(":") == 1:
+            name = name.partition(":")[0]  # a port; in an IPv6 address there are more colons
+        if name and (name == "*" or host == name.strip("[]") or host.endswith(f".{name}") or _is_within(host, name)):
+            return True
+    return False
+
+
+def _is_within(host: str, network: str) -> bool:
+    if "/" not in network:
+        return False
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False
+
+
 def with_overrides(config: Config, **changes: Any) -> Config:
     return replace(config, **changes)
 
@@ -130,6 +218,9 @@ def _check(config: Config) -> None:
             raise ConfigError(f"{name} must be above 0 seconds, not {getattr(config, name)!r}.")
     if config.max_retries < 0:
         raise ConfigError(f"max_retries must be 0 or more, not {config.max_retries!r}.")
+    if config.proxy and urlsplit(_with_scheme(config.proxy))[0] != "http":
+        # Not shown: a password may stand in it.
+        raise ConfigError("Only http:// proxies are supported. Example: proxy=http://proxy.example:3128")
     if unknown := sorted(set(config.pools) - set(POOL_SIZES)):
         raise ConfigError(f"Unknown pools: {', '.join(unknown)}. Known: {', '.join(POOL_SIZES)}.")
     for name, size in config.pools.items():
@@ -143,6 +234,21 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         text = environ.get(variable, "").strip()
         if text:
             found[name] = _read(name, text, variable)
+    return found
+
+
+def _from_shared(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Config field → (value, variable)."""
+    found = {}
+    for name, variables in SHARED_ENVIRONMENT.items():
+        for variable in variables:
+            text = environ.get(variable, "").strip()
+            if not text or (name == "ca_file" and not Path(text).exists()):
+                continue
+            if variable == "HTTP_PROXY" and "REQUEST_METHOD" in environ:
+                continue  # under CGI this is a header that a visitor sent (httpoxy.org)
+            found[name] = (text, variable)
+            break
     return found
 
 
@@ -166,11 +272,10 @@ def _number(kind: type, text: str, source: str) -> Any:
 
 
 def _file(environ: Mapping[str, str]) -> dict[str, Any]:
-    named = environ.get("TINKEX_CONFIG")
-    path = Path(named) if named else _config_dir(environ) / "tinkex.toml"
+    path = _file_path(environ)
     if not path.is_file():
-        if named:
-            raise ConfigError(f"TINKEX_CONFIG names {named}, which is not a file.")
+        if environ.get("TINKEX_CONFIG"):
+            raise ConfigError(f"TINKEX_CONFIG names {path}, which is not a file.")
         return {}
     import tomllib
 
@@ -184,6 +289,11 @@ def _file(environ: Mapping[str, str]) -> dict[str, Any]:
     if "tags" in table:
         table["tags"] = tuple(table["tags"])
     return dict(table)
+
+
+def _file_path(environ: Mapping[str, str]) -> Path:
+    named = environ.get("TINKEX_CONFIG")
+    return Path(named) if named else _config_dir(environ) / "tinkex.toml"
 
 
 def _key_from(command: str | None) -> str:

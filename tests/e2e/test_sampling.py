@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -329,3 +331,17 @@ def test_leaving_a_stream_early_closes_it(proto_service: ScriptedService, connec
     for _ in sampler.stream(prompt(), tinkex.SamplingParams(max_tokens=200)):
         break
     assert sampler.sample(prompt(), 1, PARAMS).result(20).sequences
+
+
+def test_a_process_that_may_open_only_60_files_still_gets_all_its_samples(proto_service: ScriptedService) -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
+        "import tinkex\n"
+        f"service = tinkex.ServiceClient(base_url={proto_service.url!r}, telemetry=False)\n"
+        f"sampler = service.create_sampling_client(base_model={MODEL!r})\n"
+        "prompt, params = tinkex.ModelInput.from_ints([1, 2]), tinkex.SamplingParams(max_tokens=2)\n"
+        "futures = [sampler.sample(prompt, 1, params) for _ in range(500)]\n"
+        "print(sum(len(future.result(30).sequences) for future in futures))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "500", done.stderr

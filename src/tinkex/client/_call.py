@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping
 
 from tinkex import events
+from tinkex.client import _tracing
 from tinkex.client._connection import Connection
 from tinkex.client._operation import Operation
 from tinkex.client._retry import RetryPolicy, retry_after
@@ -14,6 +16,8 @@ from tinkex.errors import APIConnectionError, APIError, APIStatusError, Deadline
 from tinkex.wire import json_codec
 from tinkex.wire.body import Body
 from tinkex.wire.endpoints import Endpoint
+
+log = logging.getLogger("tinkex.http")
 
 
 async def call(
@@ -43,6 +47,7 @@ async def call(
             )
             if answer.status < 400:
                 operation.last_answer_at = connection.clock.now()
+                _log_deprecation(answer, endpoint)
                 return answer
             error: APIError = error_of(connection, answer, endpoint)
             if answer.status == 401 and connection.auth.has_token and not has_renewed:
@@ -54,11 +59,11 @@ async def call(
         operation.last_error = f"{type(error).__name__}: {error}"
         if not error.retryable:
             raise error
-        now = connection.clock.now()
+        elapsed_s = max(connection.clock.now() - started, connection.silent_s(operation))
         hint_s = hint_of(error, connection)
-        delay_s = policy.delay(attempt - 1, now - started, hint_s, random.random)
+        delay_s = policy.delay(attempt - 1, elapsed_s, hint_s, random.random)
         if delay_s is None:
-            raise _gave_up(error, endpoint, attempt, now - started)
+            raise _gave_up(error, endpoint, attempt, elapsed_s)
         connection.stats.retries += 1
         if events.wanted("retry"):
             events.emit("retry", events.RetryEvent(endpoint.name, attempt, delay_s, operation.last_error))
@@ -86,6 +91,7 @@ async def send(
         sent["x-idempotency-key"] = key
     if headers:
         sent.update(headers)
+    _tracing.inject(sent)
     content = b"" if body is None else body.content
     stats = connection.stats
     stats.requests += 1
@@ -103,6 +109,10 @@ async def send(
             events.emit("request", record)
         raise
     stats.received_bytes += len(answer.content)
+    if answer.status < 500:
+        connection.last_heard_at = connection.clock.now()
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s %d in %.3f s", endpoint.name, answer.status, connection.clock.now() - started)
     if events.wanted("request"):
         elapsed = connection.clock.now() - started
         events.emit(
@@ -127,6 +137,18 @@ def error_of(connection: Connection, answer: Answer, endpoint: Endpoint) -> APIS
             if "html" in kind:
                 body = f"an HTML page, probably from a proxy: {body[:120]!r}"
     return status_error(Response(answer.status, dict(answer.headers.items()), endpoint.path), body)
+
+
+_noted: set[str] = set()
+
+
+def _log_deprecation(answer: Answer, endpoint: Endpoint) -> None:
+    """A service may say that a call will go away: log each such note once."""
+    note = answer.headers.get("x-deprecation-note")
+    if note and note not in _noted:
+        _noted.add(note)
+        level = logging.ERROR if answer.headers.get("x-deprecation-level") == "error" else logging.WARNING
+        log.log(level, "%s: the service says: %s", endpoint.name, note)
 
 
 def hint_of(error: APIError, connection: Connection) -> float | None:

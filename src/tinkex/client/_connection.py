@@ -14,9 +14,11 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from tinkex import events
 from tinkex._version import PROTOCOL_VERSION, __version__
+from tinkex.client import _tracing
 from tinkex.client._auth import Auth
 from tinkex.client._limits import limiter_for
 from tinkex.client._loop import LoopThread, after_fork_in_child, loop_thread
@@ -50,7 +52,7 @@ class Connection:
         self.is_proto_proven = False
         """Whether the service has taken a protobuf body; until then a refusal may mean it cannot read them."""
         self.limiter = limiter_for(*config.key)
-        self.last_progress_at = clock.now()
+        self.last_progress_at = self.last_heard_at = clock.now()
         self.stats = Stats()
         self.in_flight: dict[int, Operation] = {}
         self.context_lengths: dict[str, int] = {}
@@ -58,6 +60,7 @@ class Connection:
         self._idempotency = (f"tinkex-{uuid.uuid4().hex}", itertools.count())
         self._getting_ready: asyncio.Task[TinkexError | None] | None = None
         self._ticker: asyncio.TimerHandle | None = None
+        self._host = urlsplit(config.base_url).hostname or ""
         self.base_headers = {
             "accept": "application/json",
             "user-agent": f"tinkex/{__version__}",
@@ -91,11 +94,12 @@ class Connection:
         try:
             answer = await call(self, endpoints.CLIENT_CONFIG, body, operation=operation)
         except NotFoundError:
+            self.limiter.samples.count = self._most_samples()
             self.dialect = Dialect.JSON  # a service from before 0.18: JSON only, default limits
             return
         self.server = json_codec.read(ClientConfigResponse, json_codec.decode(answer.content))
         self.limiter.dispatch.limit_bytes = self.server.sample_dispatch_bytes_semaphore_size
-        self.limiter.samples.count = self.server.sample_max_concurrent_requests
+        self.limiter.samples.count = self._most_samples()
         self.limiter.answers.limit_bytes = self.server.inflight_response_bytes_semaphore_size
         if self.server.pjwt_auth_enabled:
             await self.auth.start(self)
@@ -104,7 +108,17 @@ class Connection:
             self.dynamic = json_codec.read(ClientDynamicConfigResponse, json_codec.decode(answer.content))
         except APIError:
             pass  # optional by design: its defaults switch everything off
+        import tinkex.wire.proto_codec  # now, not on the first answer in the middle of a burst
+
+        assert tinkex.wire.proto_codec
         self.dialect = Dialect.PROTO
+
+    def _most_samples(self) -> int:
+        """Without TLS there is no HTTP/2: a sample that waits occupies a connection, and training needs some too."""
+        most = self.server.sample_max_concurrent_requests
+        if self.config.base_url.startswith("http:") and not self.server.sample_use_retrieve_futures:
+            most = min(most, max(self.config.pools["retrieve"] - self.config.pools["train"], 1))
+        return most
 
     @property
     def extensions(self) -> dict[str, Any]:
@@ -161,21 +175,34 @@ class Connection:
         finally:
             self.end(operation, error)
 
+    def silent_s(self, operation: Operation) -> float:
+        """How long the service has answered nothing but faults, as seen by this operation.
+
+        Counted from before its own first attempt: what queued behind a dead service need not find out again.
+        """
+        return self.clock.now() - max(operation.created_at, self.last_heard_at)
+
     def begin(self, operation: Operation) -> None:
+        """In the operation's own context, a copy of the caller's. Harmless if it has begun already."""
         self.in_flight[id(operation)] = operation
+        _tracing.begin(operation, self._host)
         if self._ticker is None:
-            self._ticker = self.loop.loop.call_later(self.config.wait_line_s, self._tick)
+            self._wake_ticker()
 
     def end(self, operation: Operation, error: BaseException | None) -> None:
         if self.in_flight.pop(id(operation), None) is None:
             return
         now = self.clock.now()
-        if operation.state != "cancelled":
+        if operation.future is not None and operation.future.cancelled():
+            operation.state = "cancelled"
+        else:
             operation.state = "done" if error is None else "failed"
         if error is not None:
             operation.last_error = f"{type(error).__name__}: {error}"
-            if operation.session is not None:
-                operation.session.failed(operation.kind, error)
+        if operation.is_part:
+            return
+        if error is not None and operation.session is not None:
+            operation.session.failed(operation.kind, error)
         accepted_at = operation.accepted_at or now
         waited = now - accepted_at
         step = events.StepEvent(
@@ -185,6 +212,7 @@ class Connection:
             "" if error is None else type(error).__name__,
         )  # fmt: skip
         self.stats.count_step(step)
+        _tracing.end(operation, step)
         if events.wanted("step"):
             events.emit("step", step)
 
@@ -197,7 +225,7 @@ class Connection:
         oldest: dict[str, Operation] = {}
         count: dict[str, int] = {}
         for operation in self.in_flight.values():
-            if now - operation.created_at >= self.config.wait_line_s:
+            if operation.future is not None and now - operation.created_at >= self.config.wait_line_s:
                 kept = oldest.setdefault(operation.kind, operation)
                 count[operation.kind] = count.get(operation.kind, 0) + 1
                 if operation.created_at < kept.created_at:
@@ -206,7 +234,12 @@ class Connection:
             more = f" (and {count[kind] - 1} more)" if count[kind] > 1 else ""
             # A warning, so that it is seen without any logging set-up: silence is what users complain about most.
             log.warning("%s%s", operation.waiting_line(now), more)
-        self._ticker = self.loop.loop.call_later(self.config.wait_line_s, self._tick)
+        self._wake_ticker()
+
+    def _wake_ticker(self) -> None:
+        # In a context of its own: the lines are about everybody's work, not about that of whoever came first.
+        context = contextvars.Context()
+        self._ticker = self.loop.loop.call_later(self.config.wait_line_s, self._tick, context=context)
 
 
 async def _quiet(work: Coroutine[Any, Any, None]) -> TinkexError | None:

@@ -108,6 +108,7 @@ async def _dispatch(connection: Connection, operation: Operation, body: Body) ->
     size = len(body.content)
     key = connection.idempotency_key()
     attempt = faults = 0
+    faulty_since: float | None = None
     while True:
         await gate.acquire(size)
         attempt += 1
@@ -132,10 +133,12 @@ async def _dispatch(connection: Connection, operation: Operation, body: Body) ->
             _refuse_standstill(connection, operation, started, now)
             _tell_retry(connection, "asample", attempt, hint_s or 0.0, operation.last_error)
             continue
-        delay_s = policy.delay(faults, now - started, hint_s, random.random)
+        faulty_since = now if faulty_since is None else faulty_since  # waiting out rate limits is no fault
+        elapsed_s = max(now - faulty_since, connection.silent_s(operation))
+        delay_s = policy.delay(faults, elapsed_s, hint_s, random.random)
         faults += 1
         if delay_s is None:
-            error.args = (f"sample: gave up after {attempt} attempts in {now - started:.0f} s. Last problem: {error}",)
+            error.args = (f"sample: gave up after {attempt} attempts in {elapsed_s:.0f} s. Last problem: {error}",)
             raise error
         connection.stats.retries += 1
         _tell_retry(connection, "asample", attempt, delay_s, operation.last_error)
@@ -165,6 +168,7 @@ def _named(found: SampleResponse, sequence_ids: list[str] | None) -> SampleRespo
     for sequence, sequence_id in zip(found.sequences, sequence_ids or (), strict=False):
         if not sequence.sequence_id:  # just decoded and seen by nobody: naming it breaks no promise
             object.__setattr__(sequence, "sequence_id", sequence_id)
+            object.__setattr__(sequence, "_given", sequence._given | {"sequence_id"})
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +15,7 @@ from tinkex.client._call import call
 from tinkex.client._operation import Operation, QueueObserver
 from tinkex.client._session import Session
 from tinkex.client.future import APIFuture
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, TinkexError
 from tinkex.wire import json_codec
 from tinkex.wire.body import Body
 from tinkex.wire.dialect import Dialect
@@ -47,9 +49,19 @@ class Handle:
         for observer in self._observers:
             observer(queue_state, queue_state_reason)
 
-    def _queue_changed(self, state: str, reason: str | None) -> None:
-        # Looked up at call time, so that a subclass or a patched class is heard.
-        self.on_queue_state_change(state, reason)
+    def _observer(self) -> QueueObserver:
+        """Tells `on_queue_state_change`, looked up at call time so that a subclass or a patched class is heard.
+
+        Holds the client weakly: work in flight must not keep a client alive that its user has dropped.
+        """
+        held = weakref.ref(self)
+
+        def tell(state: str, reason: str | None) -> None:
+            client = held()
+            if client is not None:
+                client.on_queue_state_change(state, reason)
+
+        return tell
 
     def result(self, timeout: float | None = None) -> Self:
         """The client itself: programs that treat `create_*` as a future work unchanged."""
@@ -128,7 +140,10 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.close("success" if kind is None else "errored", _reason(problem)).result()
+        ending = self._session.close(*_outcome(problem))
+        # A goodbye that fails must not hide what went wrong inside.
+        if (failure := ending.exception()) is not None and kind is None:
+            raise failure
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,11 +151,20 @@ class Handle:
     async def __aexit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close("success" if kind is None else "errored", _reason(problem))
+        ending = self._session.close(*_outcome(problem))
+        try:
+            await ending
+        except TinkexError:
+            if kind is None:
+                raise
 
 
-def _reason(problem: BaseException | None) -> str | None:
-    return None if problem is None else type(problem).__name__
+def _outcome(problem: BaseException | None) -> tuple[str, str | None]:
+    """How a `with` block ended, in the service's words."""
+    if problem is None:
+        return "success", None
+    is_stopped = isinstance(problem, (KeyboardInterrupt, SystemExit, asyncio.CancelledError))
+    return "interrupted" if is_stopped else "errored", type(problem).__name__
 
 
 def _fingerprint(key: str) -> str:

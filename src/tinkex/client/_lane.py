@@ -9,12 +9,15 @@ or runs out of time fails its own future and gives its turn on; it cannot hold u
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextvars
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tinkex.client._connection import Connection
 from tinkex.client._operation import Operation, QueueObserver
@@ -35,6 +38,9 @@ inside_custom_loss = threading.local()
 """`.lane` is set in the worker thread that runs a user's loss: waiting there for the same lane would never end."""
 
 
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
 class Turn:
     """What a program holds while the lane is its own."""
 
@@ -50,6 +56,16 @@ class Turn:
         return await submit(self.connection, self.operation, endpoint, next(self._seq_ids), encode, size_hint)
 
 
+class Entry(NamedTuple):
+    """An operation that waits for its turn. `context` is a copy of the caller's: the operation runs in it."""
+
+    operation: Operation
+    future: APIFuture[Any]
+    program: Program[Any]
+    seq_ids: range
+    context: contextvars.Context
+
+
 class Lane:
     """One per training client."""
 
@@ -60,10 +76,11 @@ class Lane:
         self.next_seq_id = first_seq_id
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._queue: deque[tuple[Operation, APIFuture[Any], Program[Any], range]] = deque()
+        self._queue: deque[Entry] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._unseen: deque[APIFuture[Any]] = deque(maxlen=16)
         self._closed_by: str | None = None
+        _lanes.add(self)
 
     def submit(self, kind: str, program: Program[T], count: int = 1) -> APIFuture[T]:
         """Queue an operation that will send `count` requests. Returns at once, from any thread."""
@@ -74,8 +91,8 @@ class Lane:
             )
         if self._pid != os.getpid():
             raise ClosedError(
-                f"{kind}: this training client was made before a fork, and the parent process goes on with its sequence "
-                "numbers. Use it there only; or make one in this process, with create_training_client_from_state."
+                f"{kind}: this training client was made before a fork, and the parent process goes on with its "
+                "sequence numbers. Use it there only, or make one here with create_training_client_from_state."
             )
         connection = self._session.connect()
         self._report_unseen()
@@ -89,7 +106,8 @@ class Lane:
             seq_ids = range(self.next_seq_id, self.next_seq_id + count)
             self.next_seq_id += count
             operation.seq_id = seq_ids.start
-            connection.loop.post(self._enqueue, connection, (operation, future, program, seq_ids))
+            entry = Entry(operation, future, program, seq_ids, contextvars.copy_context())
+            connection.loop.post(self._enqueue, connection, entry)
         return future
 
     def close(self, reason: str) -> None:
@@ -97,45 +115,46 @@ class Lane:
         with self._lock:
             self._closed_by = reason
 
-    def _enqueue(self, connection: Connection, entry: tuple[Operation, APIFuture[Any], Program[Any], range]) -> None:
-        connection.begin(entry[0])
+    def _enqueue(self, connection: Connection, entry: Entry) -> None:
+        entry.context.run(connection.begin, entry.operation)
         self._queue.append(entry)
         if self._worker is None or self._worker.done():
             self._worker = connection.loop.spawn(self._work(connection))
 
     async def _work(self, connection: Connection) -> None:
         while self._queue:
-            operation, future, program, seq_ids = self._queue.popleft()
-            if future.cancelled():
-                connection.end(operation, ClosedError("cancelled before it was sent"))
+            entry = self._queue.popleft()
+            if entry.future.cancelled():
+                entry.context.run(connection.end, entry.operation, ClosedError("cancelled before it was sent"))
                 continue
-            await self._take_turn(connection, operation, future, program, seq_ids)
+            await self._take_turn(connection, entry)
 
-    async def _take_turn(
-        self,
-        connection: Connection,
-        operation: Operation,
-        future: APIFuture[Any],
-        program: Program[Any],
-        seq_ids: range,
-    ) -> None:
+    async def _take_turn(self, connection: Connection, entry: Entry) -> None:
+        operation, future, program, seq_ids, context = entry
         left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
+        # A task of its own, so that cancelling the operation ends the turn and not the lane.
+        turn = connection.loop.loop.create_task(program(Turn(connection, operation, seq_ids)), context=context)
+        future.add_done_callback(lambda done: connection.loop.post(turn.cancel) if done.cancelled() else None)
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
-                completion = await program(Turn(connection, operation, seq_ids))
+                completion = await turn
         except Exception as problem:
             if isinstance(problem, TimeoutError) and not isinstance(problem, DeadlineExceeded):
                 problem = DeadlineExceeded(
                     f"Gave up after {connection.config.deadline_s:.0f} s: "
                     f"{operation.waiting_line(connection.clock.now())}."
                 )
-            self._fail(connection, operation, future, problem)
+            context.run(self._fail, connection, operation, future, problem)
             return
         except asyncio.CancelledError:
-            self._fail(connection, operation, future, ClosedError(f"{operation.name}: the process is stopping."))
+            if future.cancelled() and turn.cancelled():
+                context.run(connection.end, operation, ClosedError("cancelled during its turn"))
+                return
+            stopping = ClosedError(f"{operation.name}: the process is stopping.")
+            context.run(self._fail, connection, operation, future, stopping)
             raise
         left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
-        task = connection.loop.spawn(connection.drive(operation, future, completion, max(left_s, 0.0)))
+        task = connection.loop.spawn(connection.drive(operation, future, completion, max(left_s, 0.0)), context)
         future.add_done_callback(lambda done: self._settled(connection, done, task))
 
     def _settled(self, connection: Connection, future: APIFuture[Any], task: asyncio.Task[None]) -> None:
@@ -159,6 +178,14 @@ class Lane:
             if not future._is_observed:
                 name, problem = future._operation.name, concurrent_error(future)
                 log.warning("%s failed and nobody has looked at its future: %s", name, problem)
+
+
+def _report_at_exit() -> None:
+    for lane in list(_lanes):
+        lane._report_unseen()
+
+
+atexit.register(_report_at_exit)
 
 
 def concurrent_error(future: APIFuture[Any]) -> BaseException | None:

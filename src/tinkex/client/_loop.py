@@ -39,12 +39,15 @@ class Mailbox:
         self._is_woken = True
         loop = self._loop()
         try:
-            if loop is None:
-                return False
-            loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop was closed: nobody is left to care
-            return False
-        return True
+            if loop is not None:
+                loop.call_soon_threadsafe(self._deliver)
+                return True
+        except RuntimeError:
+            pass  # the loop was closed
+        # Nobody is left to care; undelivered letters would keep the loop alive for ever.
+        self._letters.clear()
+        self._is_woken = False
+        return False
 
     def _deliver(self) -> None:
         # Cleared before reading: a letter that arrives now either is seen below or wakes the loop again.
@@ -67,6 +70,9 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
     with _mailboxes_lock:
         box = _mailboxes.get(loop)
         if box is None:
+            # A loop that was closed before its letters were delivered is held by them.
+            for closed in [kept for kept in _mailboxes if kept.is_closed()]:
+                del _mailboxes[closed]
             box = _mailboxes[loop] = Mailbox(loop)
         return box
 
@@ -97,8 +103,11 @@ class LoopThread:
     def spawn(
         self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        """Start a task and own it until it ends. Loop thread only."""
-        task = self.loop.create_task(coroutine, context=context)
+        """Start a task and own it until it ends. Loop thread only.
+
+        Without a context it gets an empty one: what serves everybody must not carry the trace of whoever came first.
+        """
+        task = self.loop.create_task(coroutine, context=contextvars.Context() if context is None else context)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -139,7 +148,7 @@ class LoopThread:
 
 
 _current: LoopThread | None = None
-_left_behind: list[LoopThread] = []
+_parked: list[LoopThread] = []
 _lock = threading.Lock()
 _fork_hooks: list[Callable[[], None]] = []
 
@@ -167,8 +176,10 @@ def after_fork_in_child(hook: Callable[[], None]) -> None:
 def _forget() -> None:
     global _current, _lock, _mailboxes_lock
     if _current is not None:
-        # Kept, not freed: freeing the parent's unfinished tasks would run their clean-up in this process too.
-        _left_behind.append(_current)
+        # The parent's loop shares its epoll with us. Closing or collecting it here would unregister the parent's own
+        # wake-up, and run the clean-up of its tasks, so it is kept for good and counts as closed.
+        _parked.append(_current)
+        _current.loop._closed = True  # type: ignore[attr-defined]
     _current = None
     _lock = threading.Lock()
     _mailboxes_lock = threading.Lock()

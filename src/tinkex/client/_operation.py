@@ -39,9 +39,9 @@ class Operation:
     """One call of the user's, from the moment it was made. Written on the loop thread, read anywhere."""
 
     __slots__ = (
-        "accepted_at", "attempts", "created_at", "fetch_s", "future", "kind", "last_answer_at", "last_error",
-        "model_id", "note", "observers", "polls", "queue_reason", "queue_s", "queue_state", "request_id", "seq_id",
-        "session", "state",
+        "accepted_at", "attempts", "created_at", "fetch_s", "future", "is_part", "kind", "last_answer_at",
+        "last_error", "model_id", "note", "observers", "polls", "queue_reason", "queue_s", "queue_state", "request_id",
+        "seq_id", "session", "span", "state",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +72,10 @@ class Operation:
         self.observers: tuple[QueueObserver, ...] = ()
         self.session = session
         self.future: APIFuture[Any] | None = None
+        self.is_part = False
+        """A step of another operation: told about while it is waited for, but not in events, statistics or traces."""
+        self.span: Any = None
+        """The OpenTelemetry span, while one is open."""
 
     @property
     def name(self) -> str:

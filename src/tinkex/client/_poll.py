@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -18,6 +19,7 @@ from tinkex.wire.body import JSON, PROTOBUF
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import RETRIEVE_FUTURE, Endpoint
 
+log = logging.getLogger("tinkex.poll")
 POLL_TIMEOUT_S = 60.0
 """Services hold a poll for at most 45 s; silence beyond this is a fault of the network."""
 NOT_YET_VISIBLE_S = 30.0
@@ -124,7 +126,10 @@ def _note_queue(operation: Operation, request_id: str, read: Any, took_s: float)
         operation.queue_state, operation.queue_reason = state, reason
         if state:
             for observer in operation.observers:
-                observer(state, reason)
+                try:
+                    observer(state, reason)
+                except Exception:
+                    log.exception("A queue-state observer of %s failed", operation.name)
             if events.wanted("queue"):
                 events.emit("queue", events.QueueEvent(operation.kind, request_id, state, reason))
     _tell(operation, request_id, "pending")

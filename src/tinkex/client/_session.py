@@ -31,6 +31,8 @@ HEARTBEAT_S = 10.0
 HEARTBEAT_TIMEOUT_S = 10.0
 WARN_AFTER_S = 120.0
 FINISH = ("success", "errored", "interrupted")
+FINISH_S = 10.0
+"""How long the goodbye may take: a service that does not answer must not hold up the end of a program."""
 
 
 class _Core:
@@ -159,7 +161,7 @@ class Session:
         core.session_id = session_id
         core.state = "session alive"
         core.heartbeat = connection.loop.spawn(_beat(core, connection))
-        if self.config.telemetry:
+        if self.config.telemetry and not core.is_closed:
             core.telemetry = Telemetry(connection, session_id)
 
     def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
@@ -172,7 +174,7 @@ class Session:
         connection = self.connect()
         operation = self.operation("close")
         core.is_closed = True
-        return connection.run(operation, lambda: _finish(core, connection, operation, status, detail))
+        return connection.run(operation, lambda: _finish(core, connection, operation, status, detail), FINISH_S)
 
 
 async def _finish(core: _Core, connection: Connection, operation: Operation, status: str, detail: str | None) -> None:
@@ -224,5 +226,7 @@ async def _beat(core: _Core, connection: Connection) -> None:
 
 def _let_go(core: _Core) -> None:
     """The last client is gone. May run on any thread, even the loop's own, during garbage collection: never waits."""
-    if core.pid == os.getpid() and not core.is_closed:
+    if core.creating is None:  # never used: nothing runs, and there may be no connection to ask
+        core.is_closed = True
+    elif core.pid == os.getpid() and not core.is_closed:
         connection_for(core.config).loop.post(core.stop)

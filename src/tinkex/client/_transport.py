@@ -1,35 +1,30 @@
-"""The HTTP library, hidden: one place knows pyqwest. Why it was chosen: docs/decisions/http-library.md.
+"""Sends requests over pools of connections, one for each kind of traffic: a burst of samples delays no heartbeat.
 
-Each kind of traffic has its own pool of connections, so a burst of samples never delays a heartbeat. Redirects are
-followed only within the same origin: a key never travels to another host. The library's threads do not survive a fork:
-a forked child speaks through `_plain_http` instead.
+HTTP/1.1, or HTTP/2 where TLS negotiates it; why no HTTP library: docs/decisions/http-library.md. Redirects are followed
+only within the same origin: a key never travels to another host.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import ssl
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
+from tinkex import settings
+from tinkex.client._dial import Origin, tls_context
+from tinkex.client._exchange import Exchange, Lost, Request, Silent
 from tinkex.client._loop import after_fork_in_child
-from tinkex.errors import APIConnectionError, APIResponseValidationError, APITimeoutError, ConfigError
+from tinkex.client._pool import ConnectionPool, ConnectTimeout
+from tinkex.errors import APIConnectionError, APIResponseValidationError, APITimeoutError
 from tinkex.settings import Config
+from tinkex.wire.body import decompress
 from tinkex.wire.endpoints import Pool
 
-if TYPE_CHECKING:
-    import pyqwest
-
-    from tinkex.client._plain_http import PlainClient, PlainStream
-
-CONNECT_TIMEOUT_S = 10.0
-IDLE_S = 60.0
 REDIRECTS = 5
-
-
 Headers = Mapping[str, str]
 """An answer's headers, under lower-case names."""
 
@@ -45,36 +40,38 @@ class Answer(NamedTuple):
 class StreamedAnswer:
     """An answer whose body is read piece by piece."""
 
-    def __init__(self, response: pyqwest.Response | PlainStream, timeout_s: float) -> None:
-        self.status = response.status
-        self.headers = cast(Headers, response.headers)
-        self._response = response
+    def __init__(self, exchange: Exchange, timeout_s: float) -> None:
+        self.status = exchange.status
+        self.headers: Headers = exchange.headers
+        self._exchange = exchange
         self._timeout_s = timeout_s
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives. Silence longer than the timeout is an error."""
-        source = aiter(self._response.content)
+        source = aiter(self._exchange.pieces())
         while True:
-            with _translated():
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        piece = await anext(source)
-                except StopAsyncIteration:
-                    return
-            yield bytes(piece)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    piece = await anext(source)
+            except StopAsyncIteration:
+                return
+            except (Lost, Silent, OSError) as problem:
+                raise _translated(problem, "reading the answer") from None
+            yield piece
 
     async def whole(self) -> Answer:
         return Answer(self.status, self.headers, b"".join([piece async for piece in self.chunks()]))
 
 
 class Transport:
-    """Pools of connections towards one service."""
+    """Pools towards one service, and towards the hosts its download addresses name. Loop thread."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._ca = _read_ca(config.ca_file)
-        self._clients: dict[Pool, pyqwest.Client | PlainClient] = {}
-        self._origin = urlsplit(config.base_url)[:2]
+        self._tls: ssl.SSLContext | None = None
+        self._pools: dict[tuple[Pool, Origin], ConnectionPool] = {}
+        self._places: dict[str, tuple[Origin, str, str]] = {}
+        self._base = urlsplit(config.base_url)[:2]
 
     async def send(
         self,
@@ -88,66 +85,63 @@ class Transport:
         follow: bool = True,
     ) -> Answer:
         """One exchange. Raises APIConnectionError or APITimeoutError; any status is an answer."""
-        client = self._clients.get(pool) or self._make(pool)
         for _ in range(REDIRECTS):
-            with _translated():
-                async with asyncio.timeout(timeout_s):
-                    found = await client.execute(method, url, headers, content or None)
-            if not (follow and found.status in (301, 302, 303, 307, 308)):
-                return Answer(found.status, cast(Headers, found.headers), found.content)
-            url = self._next_url(url, found.headers.get("location"))
-        raise APIConnectionError(None, f"{method} {url}: more than {REDIRECTS} redirects.")
+            exchange = await self._exchange(pool, method, url, headers, content, timeout_s, False)
+            if not (follow and exchange.status in (301, 302, 303, 307, 308)):
+                return _whole(exchange)
+            url = self._next_url(url, exchange.headers.get("location"))
+        raise APIResponseValidationError(message=f"{method} {url}: more than {REDIRECTS} redirects.")
 
     @asynccontextmanager
     async def open(
         self, pool: Pool, method: str, url: str, headers: Mapping[str, str], content: bytes, timeout_s: float
     ) -> AsyncIterator[StreamedAnswer]:
-        """An exchange whose answer is read piece by piece; leaving the block closes it."""
-        client = self._clients.get(pool) or self._make(pool)
-        with _translated():
-            async with asyncio.timeout(timeout_s):
-                opened = client.stream(method, url, headers, content or None)
-                response = await opened.__aenter__()
+        """An exchange whose answer is read piece by piece; leaving the block early ends it."""
+        exchange = await self._exchange(pool, method, url, headers, content, timeout_s, True)
         try:
-            yield StreamedAnswer(response, timeout_s)
+            yield StreamedAnswer(exchange, timeout_s)
         finally:
-            await opened.__aexit__(None, None, None)
+            exchange.abandon()
 
-    def _make(self, pool: Pool) -> pyqwest.Client | PlainClient:
-        client = self._clients[pool] = self._plain(pool) if _is_forked else self._fast(pool)
-        return client
+    async def _exchange(
+        self,
+        pool: Pool,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        content: bytes,
+        timeout_s: float,
+        is_streamed: bool,
+    ) -> Exchange:
+        origin, authority, target = self._place(url)
+        connections = self._pools.get((pool, origin)) or self._make(pool, origin)
+        request = Request(method, origin.scheme, authority, target, headers, content)
+        try:
+            return await connections.exchange(request, timeout_s, is_streamed)
+        except (Lost, Silent, OSError) as problem:
+            raise _translated(problem, f"{method} {authority}") from None
 
-    def _plain(self, pool: Pool) -> PlainClient:
-        from tinkex.client._plain_http import PlainClient
+    def _place(self, url: str) -> tuple[Origin, str, str]:
+        """Where a URL leads. Few different ones are used, again and again; the others are not kept."""
+        place = self._places.get(url)
+        if place is None:
+            parts = urlsplit(url)
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            place = Origin.of(url, settings.proxy_for(url, self._config)), parts.netloc.rpartition("@")[2], target
+            if len(self._places) < 256:
+                self._places[url] = place
+        return place
 
-        return PlainClient(
-            size=self._config.pools[pool.value],
-            ca=self._ca,
-            proxy=self._config.proxy,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-            idle_s=IDLE_S,
-        )
-
-    def _fast(self, pool: Pool) -> pyqwest.Client:
-        import pyqwest
-
-        size = self._config.pools[pool.value]
-        transport = pyqwest.HTTPTransport(
-            tls_ca_cert=self._ca,
-            tls_include_system_certs=True,
-            proxy=self._config.proxy,
-            connect_timeout=CONNECT_TIMEOUT_S,
-            pool_idle_timeout=IDLE_S,
-            pool_max_idle_per_host=size,
-            max_connections_per_address=size,
-            follow_redirects=False,
-            enable_otel=False,
-        )
-        return pyqwest.Client(transport)
+    def _make(self, pool: Pool, origin: Origin) -> ConnectionPool:
+        if origin.scheme == "https" and self._tls is None:
+            self._tls = tls_context(self._config.ca_file)
+        limit = min(self._config.pools[pool.value], _most_connections())
+        made = self._pools[pool, origin] = ConnectionPool(origin, limit, self._tls)
+        return made
 
     def _next_url(self, url: str, location: str | None) -> str:
         target = urljoin(url, location or "")
-        if urlsplit(target)[:2] != self._origin:
+        if urlsplit(target)[:2] != self._base:
             raise APIResponseValidationError(
                 message=f"{url} redirects to another host ({urlsplit(target).netloc}); the key is not sent there. "
                 "If that is the service's new address, set it as base_url."
@@ -155,35 +149,37 @@ class Transport:
         return target
 
 
-class _translated:
-    """Turns the library's exceptions into ours. A class, not a generator: it sits on the hottest path."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: object) -> None:
-        if problem is None or isinstance(problem, (asyncio.CancelledError, StopAsyncIteration, GeneratorExit)):
-            return
-        if isinstance(problem, TimeoutError):
-            raise APITimeoutError(None, f"No answer in time ({_text(problem)}).") from None
-        if isinstance(problem, OSError) or type(problem).__module__.startswith("pyqwest"):
-            raise APIConnectionError(None, f"Connection error: {_text(problem)}") from None
-
-
-def _text(problem: BaseException) -> str:
-    return str(problem) or type(problem).__name__
-
-
-def _read_ca(path: str | None) -> bytes | None:
-    if path is None:
-        return None
+def _most_connections() -> int:
+    """A third of the files this process may open: two wide pools must leave some to the user's program."""
     try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as problem:
-        raise ConfigError(f"ca_file {path} cannot be read: {problem.strerror}.") from None
+        import resource
+    except ImportError:  # Windows has no such limit
+        return 1 << 30
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft // 3, 8) if soft != resource.RLIM_INFINITY else 1 << 30
+
+
+def _whole(exchange: Exchange) -> Answer:
+    content = exchange.content()
+    encoding = exchange.headers.get("content-encoding")
+    if encoding:  # we ask for none, but proxies have their own will
+        content = decompress(content, encoding)
+    return Answer(exchange.status, exchange.headers, content)
+
+
+def _translated(problem: Exception, doing: str) -> APIConnectionError:
+    text = str(problem) or type(problem).__name__
+    if isinstance(problem, (Silent, ConnectTimeout, TimeoutError)):
+        return APITimeoutError(None, f"No answer in time: {doing}: {text}.")
+    if isinstance(problem, ssl.SSLCertVerificationError):
+        error = APIConnectionError(
+            None,
+            f"The certificate of the service is not trusted ({problem.verify_message}). If it is signed by an "
+            "authority of your own, name that authority's file as ca_file (TINKEX_CA_FILE).",
+        )
+        error.retryable = False
+        return error
+    return APIConnectionError(None, f"Connection error: {doing}: {text}.")
 
 
 _transports: dict[Any, Transport] = {}
@@ -199,17 +195,14 @@ def transport_for(config: Config) -> Transport:
         return _transports[key]
 
 
-_is_forked = False
-"""Whether this process was forked from one that had loaded the HTTP library."""
-_left_behind: list[object] = []
+_parked: list[Any] = []
 
 
 def _forget() -> None:
-    global _lock, _is_forked
+    global _lock
     _lock = threading.Lock()
-    _is_forked = _is_forked or "pyqwest" in sys.modules
-    # Kept, not freed: freeing them may wait for locks of threads that exist only in the parent.
-    _left_behind.append(dict(_transports))
+    # Kept, not dropped: closing these sockets here would reach into the parent's event loop.
+    _parked.append(dict(_transports))
     _transports.clear()
 
 

@@ -18,6 +18,11 @@ from tinkex.clock import REAL
 from tinkex.errors import ClosedError, WrongThread
 
 T = TypeVar("T")
+_CANCELLED = {
+    "queued": "cancelled before it was sent; the service never saw it",
+    "submitting": "cancelled while it was being sent; if the service has it already, it runs to completion",
+    "accepted": "cancelled here; the service had it already and runs it to completion",
+}
 
 
 class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg]
@@ -72,16 +77,13 @@ class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg
         """Stop waiting for this operation; True if it was still open.
 
         Not sent yet: it never will be. Already accepted: the service runs it to completion (a sample may be stopped
-        early where the service offers that). `status().note` says which of the two it was.
+        early where the service offers that). `status().note` says which it was.
         """
         operation = self._operation
-        is_sent = operation.state in ("submitting", "accepted")
+        state = operation.state
         if not super().cancel():
             return False
-        operation.note = (
-            "cancelled here; the service had it already and runs it to completion" if is_sent
-            else "cancelled before it was sent; the service never saw it"
-        )  # fmt: skip
+        operation.note = _CANCELLED.get(state, operation.note)
         operation.state = "cancelled"
         return True
 

@@ -6,6 +6,7 @@ the limiter that all samplers of one service and key share: a 429 slows all of t
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import random
@@ -62,6 +63,8 @@ class SamplingClient(Handle):
         self._pid = os.getpid()
         self._seq_ids = itertools.count()
         self._needs_block = is_copy
+        self._joining: asyncio.Lock | None = None
+        self._observe = self._observer()
         self._batch_of: tuple[Connection, Batch] | None = None
 
     def sample(
@@ -109,7 +112,7 @@ class SamplingClient(Handle):
             model_id=self._sampling_session_id,
             session=self._session,
         )
-        operation.observers = (self._queue_changed,)
+        operation.observers = (self._observe,)
         if connection.dialect is not None:
             write_prompt(prompt, connection.dialect)  # the long part of the body, on the caller's thread
         future = connection.run(operation, lambda: run_sample(connection, operation, self, request))
@@ -240,30 +243,32 @@ class SamplingClient(Handle):
         if self._pid != os.getpid():  # forked: the parent goes on with its own numbers
             self._lock = threading.Lock()
             self._pid = os.getpid()
+            self._joining = None
             self._needs_block = True
         with self._lock:
             return None if self._needs_block else next(self._seq_ids)
 
     async def _join(self, connection: Connection, operation: Operation) -> int:
-        """A copy in another process asks for a block of numbers of its own, once; else it draws one."""
+        """A copy in another process has a block of numbers of its own: asked for by one sample, all wait for it."""
+        if self._joining is None:
+            self._joining = asyncio.Lock()
+        async with self._joining:
+            if self._needs_block:
+                self._seq_ids = itertools.count(await self._block(connection, operation) * SEQ_BLOCK)
+                self._needs_block = False
+        with self._lock:
+            return next(self._seq_ids)
+
+    async def _block(self, connection: Connection, operation: Operation) -> int:
         if connection.server.sample_join_sampling_session:
             try:
                 body = bodies.join_sampling_session(self._sampling_session_id)
                 answer = await call(connection, endpoints.JOIN_SAMPLING_SESSION, body, operation=operation)
-                joined = json_codec.read(JoinSamplingSessionResponse, json_codec.decode(answer.content))
-                return self._take_block(joined.client_counter)
+                return json_codec.read(JoinSamplingSessionResponse, json_codec.decode(answer.content)).client_counter
             except NotFoundError:
                 pass
-        return self._take_block(None)
-
-    def _take_block(self, block: int | None) -> int:
-        with self._lock:
-            if self._needs_block:
-                self._needs_block = False
-                # Drawn where it cannot be asked for: siblings must not meet.
-                number = random.SystemRandom().randrange(1, 1 << 20) if block is None else block
-                self._seq_ids = itertools.count(number * SEQ_BLOCK)
-            return next(self._seq_ids)
+        # Drawn where it cannot be asked for. Wide enough that siblings do not meet, and all numbers fit 64 bits.
+        return random.SystemRandom().randrange(1 << 20, 1 << 33)
 
     def _batch(self, connection: Connection) -> Batch:
         if self._batch_of is None or self._batch_of[0] is not connection:

@@ -6,6 +6,7 @@ training = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ class ServiceClient(Handle):
         elif base_url is not None or api_key is not None or options:
             raise ValidationError("Pass config=... or single settings, not both.")
         _validate.check_metadata(user_metadata)
+        _set_log_level()
         super().__init__(Session(config, user_metadata=user_metadata, project_id=project_id, display_name=display_name))
 
     # -- training clients -------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ class ServiceClient(Handle):
         _validate.check_metadata(user_metadata)
         operation = self._session.operation("create_model")
         connection = self._session.connect()
-        operation.observers = (self._queue_changed,)
+        operation.observers = (self._observer(),)
         return connection.run(operation, lambda: self._make(operation, base_model, lora, user_metadata, optimizer))
 
     async def _make(
@@ -303,8 +305,18 @@ class ServiceClient(Handle):
 def refuse_server_side_loss() -> ValidationError:
     return ValidationError(
         "Losses that run on the service (create_custom_loss, LossHandle) are not offered. Pass the function itself to "
-        "TrainingClient.forward_backward_custom(data, fn): it runs in this process, in a worker thread between two passes."
+        "TrainingClient.forward_backward_custom(data, fn): it runs here, in a worker thread between two passes."
     )
+
+
+def _set_log_level() -> None:
+    """TINKER_LOG=debug|info: seen on stderr even if the program has set up no logging. Not at import."""
+    level = settings.log_level()
+    if level in ("debug", "info"):
+        logger = logging.getLogger("tinkex")
+        logger.setLevel(level.upper())
+        if not logger.handlers and not logging.getLogger().handlers:
+            logger.addHandler(logging.StreamHandler())
 
 
 def _unpickle(place: dict[str, Any], session_id: str | None) -> ServiceClient:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tinkex.client import _tracing
 from tinkex.client._call import error_of
+from tinkex.client._connection import Connection
 from tinkex.client._dispatch import Sample
 from tinkex.client._loop import on_own_loop
 from tinkex.client._operation import Operation
 from tinkex.errors import (
     APIResponseValidationError,
+    ClosedError,
     RequestFailedError,
     StreamAlreadyConsumed,
     WrongThread,
@@ -52,7 +57,7 @@ class SampleStream:
             connection = self._client._session.connect()
             try:
                 while True:
-                    chunk = connection.run(self._operation(), lambda: _next(source)).result()
+                    chunk = connection.run(self._step(), lambda: _next(source)).result()
                     if chunk is None:
                         return
                     yield chunk
@@ -68,7 +73,7 @@ class SampleStream:
             connection = self._client._session.connect()
             try:
                 while True:
-                    chunk = await connection.run(self._operation(), lambda: _next(source))
+                    chunk = await connection.run(self._step(), lambda: _next(source))
                     if chunk is None:
                         return
                     yield chunk
@@ -79,7 +84,13 @@ class SampleStream:
 
     def _operation(self) -> Operation:
         session = self._client._session
-        return Operation("stream", session.connect().clock.now(), session=session)
+        model_id = self._client._sampling_session_id
+        return Operation("stream", session.connect().clock.now(), model_id=model_id, session=session)
+
+    def _step(self) -> Operation:
+        step = self._operation()
+        step.is_part = True
+        return step
 
     def _open(self) -> Any:
         if self._is_taken:
@@ -88,7 +99,25 @@ class SampleStream:
         return self._chunks()
 
     async def _chunks(self) -> AsyncIterator[StreamChunk]:
+        """The whole stream as one operation, however many steps read it."""
         connection = self._client._session.connect()
+        operation = self._operation()
+        connection.begin(operation)
+        error: BaseException | None = None
+        try:
+            async with aclosing(self._received(connection, operation)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except asyncio.CancelledError:
+            error = ClosedError("the stream was given up")
+            raise
+        except Exception as problem:
+            error = problem
+            raise
+        finally:
+            connection.end(operation, error)
+
+    async def _received(self, connection: Connection, operation: Operation) -> AsyncGenerator[StreamChunk, None]:
         dialect = await connection.ready()
         if not connection.extensions.get("stream"):
             wanted = self._request
@@ -98,7 +127,8 @@ class SampleStream:
             return
         seq_id = self._client._next_seq_id()
         if seq_id is None:
-            seq_id = await self._client._join(connection, self._operation())
+            seq_id = await self._client._join(connection, operation)
+        operation.seq_id = seq_id
         body = self._request.body(self._client._sampling_session_id, seq_id, dialect)
         headers = {
             **connection.base_headers,
@@ -106,6 +136,7 @@ class SampleStream:
             "content-type": body.content_type,
             "accept": "text/event-stream",
         }
+        _tracing.inject(headers)
         url = f"{connection.config.base_url}{endpoints.SAMPLE_STREAM.path}"
         pool = endpoints.SAMPLE_STREAM.pool
         timeout_s = connection.config.timeout_s

@@ -47,7 +47,7 @@ class TrainingClient(Handle):
         super().__init__(session)
         self.model_id = model_id
         self.base_model = base_model
-        self._lane = Lane(session, model_id, next_seq_id, self._queue_changed)
+        self._lane = Lane(session, model_id, next_seq_id, self._observer())
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -414,9 +414,11 @@ async def _send_chunks(
 
         try:
             waits.append(await turn.send(endpoint, encode, sum(map(_chunks.estimate, chunk))))
-        except Exception as problem:
+        except BaseException as problem:
             for wait in waits:
                 wait.close()
+            if not isinstance(problem, Exception):
+                raise
             raise _partly_applied(problem, len(waits), len(chunks), is_forward) from problem.__cause__
     return waits
 

@@ -28,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from tinkex.types.base import Value
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SamplingParams
@@ -428,12 +430,11 @@ def asample(
     The hot one: no value is made on the way, and the prompt's bytes are kept with the prompt.
     """
     is_proto = dialect is Dialect.PROTO
-    params = write_params(sampling_params, dialect)
-    refuse_non_finite(params, "sampling_params")
     fields: dict[str, Any] = {
         "num_samples": num_samples,
         "prompt": write_prompt(prompt, dialect),
-        "sampling_params": params,
+        # On their own, because only these can hold a NaN, and a long prompt need not be searched for it.
+        "sampling_params": orjson.Fragment(encode(write_params(sampling_params, dialect))),
         "sampling_session_id": sampling_session_id,
         "seq_id": seq_id,
     }

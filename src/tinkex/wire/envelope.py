@@ -12,7 +12,7 @@ Any other status is not an answer about the operation and raises: 410 as ResultE
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tinkex.errors import (
@@ -68,14 +68,22 @@ Envelope = Pending | TryAgain | Metadata | Failed | Done
 
 
 def read(
-    status: int, headers: Mapping[str, str], content: bytes, result_type: type[Value], request_id: str = ""
+    status: int,
+    headers: Mapping[str, str],
+    content: bytes,
+    result_type: type[Value],
+    request_id: str = "",
+    sequence_ids: Sequence[str] = (),
 ) -> Envelope:
-    """Tell the five apart. An answer that fits none of them is an APIResponseValidationError with the request's id."""
+    """Tell the five apart. An answer that fits none of them is an APIResponseValidationError with the request's id.
+
+    `sequence_ids` are those of the acceptance: results of a sample do not repeat them, so they are filled in here.
+    """
     try:
         if status == 408:
             return Pending(*_queue(_lenient(content)))
         if status == 200:
-            return _read_success(headers, content, result_type)
+            return _read_success(headers, content, result_type, sequence_ids)
     except APIResponseValidationError as problem:
         message = f"{problem.message} (request {request_id})"
         raise APIResponseValidationError(Response(status, headers), problem.body, message) from None
@@ -84,9 +92,11 @@ def read(
     raise status_error(Response(status, headers), _lenient(content))
 
 
-def _read_success(headers: Mapping[str, str], content: bytes, result_type: type[Value]) -> Envelope:
+def _read_success(
+    headers: Mapping[str, str], content: bytes, result_type: type[Value], sequence_ids: Sequence[str]
+) -> Envelope:
     if PROTOBUF in _content_type(headers):
-        return Done(_read_protobuf(content, result_type))
+        return Done(_read_protobuf(content, result_type, sequence_ids))
     obj = json_codec.decode_answer(content)
     if not isinstance(obj, dict):
         raise APIResponseValidationError(body=obj, message=f"The service answered a bare {type(obj).__name__}")
@@ -96,15 +106,20 @@ def _read_success(headers: Mapping[str, str], content: bytes, result_type: type[
         return Metadata(_size(obj))
     # A result with a null `error` beside its fields is a result; a null error with a category is still a failure.
     if obj.get("error") is not None or ("error" in obj and "category" in obj):
-        return Failed(str(obj["error"]), RequestErrorCategory.parse(obj.get("category")))
+        error = "The service gave no reason." if obj["error"] is None else str(obj["error"])
+        return Failed(error, RequestErrorCategory.parse(obj.get("category")))
+    if isinstance(sequences := obj.get("sequences"), list):
+        for sequence, name in zip(sequences, sequence_ids, strict=False):
+            if isinstance(sequence, dict):
+                sequence.setdefault("sequence_id", name)
     return Done(json_codec.read(result_type, obj))
 
 
-def _read_protobuf(content: bytes, result_type: type[Value]) -> Any:
+def _read_protobuf(content: bytes, result_type: type[Value], sequence_ids: Sequence[str]) -> Any:
     from tinkex.wire import proto_codec
 
     try:
-        return proto_codec.decode_answer(content, result_type)
+        return proto_codec.decode_answer(content, result_type, sequence_ids)
     except ValidationError as problem:
         raise APIResponseValidationError(message=f"The service's answer does not fit: {problem}") from None
 

@@ -34,10 +34,10 @@ from tinkex.wire.proto_tensor import (
 from tinkex.wire.proto_writer import Parts, blob, double, integer, message, packed, text
 
 
-def decode_answer(content: bytes, result_type: type[Value]) -> Value:
+def decode_answer(content: bytes, result_type: type[Value], sequence_ids: Sequence[str] = ()) -> Value:
     """The result of a future, if it is of a type that travels as protobuf."""
     if result_type is SampleResponse:
-        return decode_sample_response(content)
+        return decode_sample_response(content, sequence_ids)
     if result_type is ForwardBackwardOutput:
         return decode_forward_backward_output(content)
     raise ValidationError(f"{result_type.__name__} does not travel as protobuf")

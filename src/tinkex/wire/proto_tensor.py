@@ -26,7 +26,7 @@ def parse(kind: Any, content: bytes) -> Any:
     """A message of the generated class, or a ValidationError."""
     try:
         return kind.FromString(content)
-    except DecodeError as problem:
+    except (DecodeError, UnicodeDecodeError) as problem:  # the latter from the pure-Python runtime
         raise ValidationError(f"{len(content)} bytes are not a {kind.DESCRIPTOR.name}: {problem}") from None
 
 

@@ -1,0 +1,117 @@
+"""Names of the official package that this one has no other use for: small versions that do what callers rely on.
+
+Imported when a program first asks for one of them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar
+
+from tinkex.client.future import APIFuture, reject, resolve
+from tinkex.client.service import refuse_server_side_loss
+from tinkex.errors import APIConnectionError
+from tinkex.types.base import Value
+
+T = TypeVar("T")
+PerDatumLossFn = Callable[..., tuple[Any, Mapping[str, Any]]]
+
+
+class LossHandle:
+    """A loss kept by the service. None can be made: see `ServiceClient.create_custom_loss`."""
+
+    def __init__(self, *arguments: Any, **fields: Any) -> None:
+        raise refuse_server_side_loss()
+
+
+class Timeout:
+    """Seconds per phase of a request, for `ServiceClient(timeout=…)`, which takes `read` as the time for an answer."""
+
+    def __init__(
+        self,
+        timeout: float | None = None,
+        *,
+        connect: float | None = None,
+        read: float | None = None,
+        write: float | None = None,
+        pool: float | None = None,
+    ) -> None:
+        self.connect = timeout if connect is None else connect
+        self.read = timeout if read is None else read
+        self.write = timeout if write is None else write
+        self.pool = timeout if pool is None else pool
+
+    def as_dict(self) -> dict[str, float | None]:
+        return {"connect": self.connect, "read": self.read, "write": self.write, "pool": self.pool}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Timeout) and self.as_dict() == other.as_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # as upstream: equal by value, and mutable
+
+    def __repr__(self) -> str:
+        return f"Timeout({', '.join(f'{name}={value}' for name, value in self.as_dict().items())})"
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a low-level call may be given; for annotations."""
+
+    headers: Mapping[str, str]
+    max_retries: int
+    timeout: float | Timeout | None
+    params: Mapping[str, object]
+    extra_json: Mapping[str, object]
+    idempotency_key: str
+    follow_redirects: bool
+
+
+@dataclass
+class RetryConfig:
+    """Accepted wherever upstream takes one, and not used: limits and retries are those of `tinkex.Config`."""
+
+    max_connections: int | None = 1000
+    progress_timeout: float = 7200
+    retry_delay_base: float = 0.5
+    retry_delay_max: float = 10.0
+    jitter_factor: float = 0.25
+    enable_retry_logic: bool = True
+    enable_stuck_detection: bool = True
+    retryable_exceptions: tuple[type[Exception], ...] = (TimeoutError, APIConnectionError)
+
+
+class QueueState(enum.StrEnum):
+    """Why work waits; equal to the words that observers are given."""
+
+    ACTIVE = "active"
+    PAUSED_RATE_LIMIT = "paused_rate_limit"
+    PAUSED_CAPACITY = "paused_capacity"
+    UNKNOWN = "unknown"
+
+
+class AwaitableConcurrentFuture(APIFuture[T]):
+    """A `concurrent.futures.Future` that can be awaited."""
+
+    def __init__(self, future: concurrent.futures.Future[T]) -> None:
+        super().__init__()
+        future.add_done_callback(self._take)
+
+    def _take(self, done: concurrent.futures.Future[T]) -> None:
+        if done.cancelled():
+            self.cancel()
+            return
+        problem = done.exception()
+        if problem is not None:
+            reject(self, problem)
+        else:
+            resolve(self, done.result())
+
+
+def model_dump(model: Any, *, exclude: Any = None, warnings: bool = True, **options: Any) -> dict[str, Any]:
+    """Of one of our values or of a pydantic model: both have the method; ours warns of nothing."""
+    if not isinstance(model, Value):
+        options["warnings"] = warnings
+    fields: dict[str, Any] = model.model_dump(exclude=exclude or set(), **options)
+    return fields

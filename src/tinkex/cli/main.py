@@ -1,0 +1,199 @@
+"""The `tinkex` command: its words, its exit codes, and what it says when something goes wrong.
+
+Exit codes: 0 done, 1 failed (one sentence on stderr), 2 misused, 130 stopped with Ctrl-C, 141 the reader went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from tinkex._version import PROTOCOL_VERSION, __version__
+
+ABOUT = "Fine-tune language models through the Tinker API: look after runs and checkpoints, sample, find faults."
+EXAMPLES = """\
+examples:
+  tinkex doctor                                   what is wrong with my set-up?
+  tinkex run list                                 my training runs
+  tinkex checkpoint list --expires-within 2d      what will be gone soon
+  tinkex sample -m Qwen/Qwen3-8B "Once upon"      a sample, as it is written
+
+The service and the key come from TINKER_BASE_URL and TINKER_API_KEY. `tinkex COMMAND --help` tells more.
+"""
+NOUNS = {
+    "run": "look at training runs",
+    "checkpoint": "look after saved weights",
+    "sample": "let a model go on from a prompt",
+    "doctor": "find out what is wrong with the set-up",
+}
+"""Commands with a file of their own, `cli/NAME.py`, and what they are for."""
+DEFAULTS = {"output": "table", "base_url": None, "api_key": None, "debug": False}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a letter the terminal lacks must not end the command
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser(argv).parse_args(argv)
+    for name, value in DEFAULTS.items():
+        vars(args).setdefault(name, value)
+    try:
+        if args.run is not version:
+            _set_up_logging(args)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\ntinkex: stopped.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _silence_stdout()
+        return 141
+    except Exception as problem:
+        return _failed(problem, args)
+
+
+def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The words of the command line. The shared options may stand before and after the command."""
+    # Absent unless given: a default of the inner parser would overwrite what stood before the command.
+    shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS, formatter_class=Formatter)
+    group = shared.add_argument_group("everywhere")
+    group.add_argument(
+        "-o", "--output", "-f", "--format", dest="output", choices=("table", "json"), help="for people, or for programs"
+    )
+    group.add_argument("--base-url", metavar="URL", help="the service (default: TINKER_BASE_URL)")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="discouraged: other users of this machine can read command lines. Set TINKER_API_KEY instead",
+    )
+    group.add_argument("--debug", action="store_true", help="log everything, and show tracebacks")
+    top = argparse.ArgumentParser(
+        "tinkex",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        parents=[shared],
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"tinkex {__version__}")
+    words = Words(top, "tinkex", shared)
+    for name, about in NOUNS.items():
+        if name in argv:
+            import_module(f"tinkex.cli.{name}").add(words, about)
+        else:  # only its name is needed, for the list: what nobody asks for is not loaded
+            words.add(name, None, about)
+    words.add("version", version, "which tinkex this is", "tinkex version -o json")
+    return top
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help as wide as the terminal. argparse makes one for every option, and would load `shutil` for the width."""
+
+    def __init__(self, prog: str) -> None:
+        try:
+            width = os.get_terminal_size(sys.__stdout__.fileno()).columns - 2  # type: ignore[union-attr]
+        except (OSError, ValueError, AttributeError):
+            width = 98
+        super().__init__(prog, width=max(width, 40))
+
+
+class Words:
+    """Adds commands that all have the shared options, a description and an example."""
+
+    def __init__(self, above: argparse.ArgumentParser, prog: str, shared: argparse.ArgumentParser) -> None:
+        # Named here because argparse would otherwise load its formatter to find the name out.
+        self._commands = above.add_subparsers(title="commands", metavar="COMMAND", required=True, prog=prog)
+        self._prog = prog
+        self._shared = shared
+
+    def add(self, name: str, run: Any, about: str, *examples: str, more: str = "") -> argparse.ArgumentParser:
+        """A command that runs `run(args)`; with None for it, a noun that has commands of its own."""
+        made: argparse.ArgumentParser = self._commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[0].upper()}{about[1:]}." + (f"\n\n{more}" if more else ""),
+            epilog="\n  ".join(("examples:" if len(examples) > 1 else "example:", *examples)),
+            parents=[self._shared],
+            formatter_class=Formatter,
+            allow_abbrev=False,
+        )
+        if run is not None:
+            made.set_defaults(run=run)
+        return made
+
+    def noun(self, name: str, about: str, *examples: str) -> Words:
+        """A word that has commands of its own."""
+        return Words(self.add(name, None, about, *examples), f"{self._prog} {name}", self._shared)
+
+
+def version(args: argparse.Namespace) -> int:
+    if args.output == "json":
+        from tinkex.cli.output import write_json
+
+        write_json({"version": __version__, "protocol": PROTOCOL_VERSION, "python": sys.version.split()[0]})
+    else:
+        print(f"tinkex {__version__} (protocol {PROTOCOL_VERSION}, Python {sys.version.split()[0]})")
+    return 0
+
+
+def _set_up_logging(args: argparse.Namespace) -> None:
+    from tinkex.settings import log_level
+
+    level = "debug" if args.debug else log_level()
+    args.debug = level == "debug"
+    if level in ("debug", "info"):
+        import logging
+
+        logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _failed(problem: Exception, args: argparse.Namespace) -> int:
+    if args.debug:
+        import traceback
+
+        traceback.print_exc()
+    print(f"tinkex: {sentence(problem)}", file=sys.stderr)
+    return 1
+
+
+def sentence(problem: Exception) -> str:
+    """What went wrong and what to do, for somebody who has not read the code. Holds no secret."""
+    from tinkex import errors
+    from tinkex.client._redact import redact
+
+    text = str(problem) or type(problem).__name__
+    if isinstance(problem, errors.APIStatusError):
+        text = _about_status(problem)
+    elif isinstance(problem, errors.APIConnectionError):
+        text = f"{text.rstrip('.')}. `tinkex doctor` finds out why."
+    elif isinstance(problem, OSError) and not isinstance(problem, errors.TinkexError) and problem.filename:
+        text = f"{problem.filename}: {problem.strerror}."
+    elif not isinstance(problem, (errors.TinkexError, OSError)):
+        text = f"{type(problem).__name__}: {text} (a defect of tinkex: run it again with --debug and report it)"
+    return redact(" ".join(text.split()))
+
+
+def _about_status(problem: Any) -> str:
+    body = problem.body
+    detail = body.get("detail") if isinstance(body, dict) else body
+    said = f"HTTP {problem.status_code}" + (f": {str(detail).rstrip('.')}" if detail else "")
+    if problem.status_code == 401:
+        return f"The service refused the API key ({said}). Set TINKER_API_KEY; `tinkex doctor` says which key is used."
+    if problem.status_code in (403, 404):
+        return f"{'Not allowed' if problem.status_code == 403 else 'Not found'} ({said})."
+    return f"{problem.message.split(' - ')[0].rstrip('.')} ({said})." if detail else str(problem)
+
+
+def _silence_stdout() -> None:
+    """Python flushes stdout once more at exit, which would complain about the broken pipe."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass  # no real file behind it: nothing will be flushed

@@ -1,0 +1,144 @@
+"""One request and its answer on the way, whatever the version of HTTP: what connections fill and callers wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import NamedTuple, Protocol
+
+STREAM_BUFFER = 1 << 20
+"""Bytes kept for a slow reader of a stream; beyond that the socket waits, and with it the service."""
+
+
+class Request(NamedTuple):
+    """What is to be sent. `target` is the path with its query, as it stands in a URL."""
+
+    method: str
+    scheme: str
+    authority: str
+    target: str
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class Lost(Exception):
+    """The connection ended before the answer did. `is_untouched`: the service cannot have acted on the request."""
+
+    def __init__(self, reason: str, *, is_untouched: bool = False) -> None:
+        super().__init__(reason)
+        self.is_untouched = is_untouched
+
+
+class Silent(Exception):
+    """Neither a byte came nor one went for too long."""
+
+
+class Exchange:
+    """Filled by a connection, in order: `begin`, `feed` …, then `finish` or, at any time, `fail`."""
+
+    __slots__ = (
+        "_is_ended", "_news", "_pieces", "_resume", "abandon", "begun", "buffered", "ended", "error", "headers",
+        "is_streamed", "release", "status",
+    )  # fmt: skip
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, is_streamed: bool) -> None:
+        self.is_streamed = is_streamed
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.begun: asyncio.Future[None] | None = loop.create_future() if is_streamed else None
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.error: Exception | None = None
+        self.buffered = 0
+        self.release: Callable[[], None] = _nothing
+        """Gives the place on the connection back: called once, when the exchange has ended."""
+        self.abandon: Callable[[], None] = _nothing
+        """Ends the exchange if it has not ended: nobody reads any further."""
+        self._pieces: deque[bytes] = deque()
+        self._news: asyncio.Event | None = asyncio.Event() if is_streamed else None
+        self._resume: Callable[[], None] = _nothing
+        self._is_ended = False
+
+    @property
+    def has_begun(self) -> bool:
+        return self.status != 0
+
+    def begin(self, status: int, headers: dict[str, str], resume: Callable[[], None]) -> None:
+        self.status, self.headers, self._resume = status, headers, resume
+        if self.begun is not None and not self.begun.done():
+            self.begun.set_result(None)
+
+    def feed(self, data: bytes) -> bool:
+        """Take a piece of the body; False asks the connection to read no further until `resume` is called."""
+        self._pieces.append(data)
+        if self._news is None:
+            return True
+        self.buffered += len(data)
+        self._news.set()
+        return self.buffered < STREAM_BUFFER
+
+    def finish(self) -> None:
+        self._end(None)
+
+    def fail(self, error: Exception) -> None:
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._is_ended:
+            return
+        self._is_ended, self.error = True, error
+        for waiter in (self.begun, self.ended):
+            if waiter is not None and not waiter.done():
+                if error is None:
+                    waiter.set_result(None)
+                else:
+                    waiter.set_exception(error)
+                    waiter.exception()  # seen by whoever waits; nobody may be left to
+        if self._news is not None:
+            self._news.set()
+        self.release()
+
+    def content(self) -> bytes:
+        """The whole body, once ended."""
+        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it arrives."""
+        assert self._news is not None
+        while True:
+            while self._pieces:
+                piece = self._pieces.popleft()
+                self.buffered -= len(piece)
+                if self.buffered < STREAM_BUFFER // 2:
+                    self._resume()
+                yield piece
+            if self._is_ended:
+                if self.error is not None:
+                    raise self.error
+                return
+            self._news.clear()
+            await self._news.wait()
+
+
+class Connection(Protocol):
+    """What the pool asks of a connection of either version."""
+
+    capacity: int
+    in_use: int
+    is_closed: bool
+    last_activity: float
+    idle_since: float
+    was_used: bool
+
+    def start(self, request: Request, exchange: Exchange) -> None: ...
+
+    def abandon(self, exchange: Exchange) -> None:
+        """Nobody waits for this answer any more."""
+
+    def unsent_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+def _nothing() -> None:
+    return None
