@@ -45,16 +45,18 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__title__", "__version__", "errors", "types", *sorted(_HOME)]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is not None:
-        value = getattr(importlib.import_module(home), name)
-    elif name in ("types", "errors", "settings", "events", "testing"):
-        value = importlib.import_module(f"tinkex.{name}")
-    else:
-        raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
-    globals()[name] = value  # the next access costs nothing
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for granted
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is not None:
+            value = getattr(importlib.import_module(home), name)
+        elif name in ("types", "errors", "settings", "events", "testing"):
+            value = importlib.import_module(f"tinkex.{name}")
+        else:
+            raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
+        globals()[name] = value  # the next access costs nothing
+        return value
 
 
 def __dir__() -> list[str]:
@@ -63,6 +65,9 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from tinkex import errors as errors
+    from tinkex import events as events
+    from tinkex import settings as settings
+    from tinkex import testing as testing
     from tinkex import types as types
     from tinkex.client.future import APIFuture as APIFuture
     from tinkex.client.rest import AdminClient as AdminClient

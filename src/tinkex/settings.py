@@ -58,9 +58,10 @@ certificates that is not there is passed over, and a service on this machine is 
 (only through `proxy=` or TINKEX_PROXY, which hold for every address).
 """
 
-POOL_SIZES = {"session": 4, "train": 16, "sample": 64, "retrieve": 600, "telemetry": 2}
-"""HTTP/1.1 connections per kind of traffic; HTTP/2 needs few. A long poll occupies one, so `retrieve` is wide; all
-of them together stay well below the 1,024 open files that most systems allow a process."""
+POOL_SIZES = {"session": 4, "train": 16, "sample": 64, "retrieve": 100, "retrieve_samples": 500, "telemetry": 2}
+"""HTTP/1.1 connections per kind of traffic; HTTP/2 needs few. A long poll occupies one, so `retrieve` (training) and
+`retrieve_samples` are wide; all of them together stay well below the 1,024 open files that most systems allow a
+process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

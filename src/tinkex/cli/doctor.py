@@ -21,7 +21,7 @@ EXTRAS = {
 }
 """Extra → the module it brings, and what it is good for."""
 ALWAYS_SHOWN = ("base_url", "api_key")
-SECRETS = ("cf_client_id", "cf_client_secret", "headers", "proxy")
+SECRETS = ("cf_client_id", "cf_client_secret", "headers", "http_proxy", "https_proxy", "proxy")
 PROBE_KEY = "tml-doctor"
 """Stands in for a missing key, so that the way to the service can be looked at all the same."""
 
@@ -57,7 +57,7 @@ def _settings(args: argparse.Namespace) -> tuple[Config | None, dict[str, Any], 
     given = {"base_url": args.base_url, "api_key": args.api_key}
     # One attempt each, and soon over: a doctor wants to see the fever.
     probing = {"max_retries": 1, "timeout_s": PROBE_S, "unreachable_s": PROBE_S}
-    findings = []
+    missing: list[Finding] = []
     try:
         sources = settings.sources(**given)
         try:
@@ -65,17 +65,19 @@ def _settings(args: argparse.Namespace) -> tuple[Config | None, dict[str, Any], 
         except ConfigError as problem:
             if not str(problem).startswith("No API key"):
                 raise
-            findings.append(Finding("key", "FAIL", "none is set", "Set TINKER_API_KEY."))
+            missing = [Finding("key", "FAIL", "none is set", "Set TINKER_API_KEY.")]
             sources["api_key"] = "missing"
             given["api_key"] = PROBE_KEY
             config = settings.resolve(**given)
         if config.api_key == settings.KEYLESS and sources["api_key"] == "default":
             sources["api_key"] = "none needed on this machine"
         shown = {name: {"value": _shown(name, config, sources), "from": sources[name]} for name in sources}
-        for name, entry in shown.items():
-            if name in ALWAYS_SHOWN or entry["from"] != "default":
-                findings.insert(0, Finding(name, "ok", f"{entry['value']} (from: {entry['from']})"))
-        return settings.with_overrides(config, **probing), shown, findings[::-1]
+        findings = [
+            Finding(name, "ok", f"{entry['value']} (from: {entry['from']})")
+            for name, entry in shown.items()
+            if name in ALWAYS_SHOWN or entry["from"] != "default"
+        ]
+        return settings.with_overrides(config, **probing), shown, findings + missing
     except ConfigError as problem:
         return None, {}, [Finding("settings", "FAIL", str(problem), "Mend this first; nothing else can be checked.")]
 
@@ -126,7 +128,7 @@ def _files(config: Config, is_http2: bool) -> Finding:
         return Finding("open files", "ok", f"{detail} (far fewer over HTTP/2)")
     if limit == resource.RLIM_INFINITY or limit > needed + 64:  # 64: what a program opens for itself
         return Finding("open files", "ok", detail)
-    remedy = f"Before thousands of samples at once: ulimit -n {2 * needed + 128}, or smaller pools."
+    remedy = f"A burst of samples will wait for free connections. For more of them: ulimit -n {2 * needed + 128}."
     return Finding("open files", "warn", detail, remedy)
 
 

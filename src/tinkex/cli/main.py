@@ -177,7 +177,9 @@ def sentence(problem: Exception) -> str:
         text = f"{problem.filename}: {problem.strerror}."
     elif not isinstance(problem, (errors.TinkexError, OSError)):
         text = f"{type(problem).__name__}: {text} (a defect of tinkex: run it again with --debug and report it)"
-    return redact(" ".join(text.split()))
+    text = " ".join(text.split())
+    # Our own words about settings hold no value of them, but examples that look like one.
+    return text if isinstance(problem, errors.ConfigError) else redact(text)
 
 
 def _about_status(problem: Any) -> str:
@@ -186,9 +188,10 @@ def _about_status(problem: Any) -> str:
     said = f"HTTP {problem.status_code}" + (f": {str(detail).rstrip('.')}" if detail else "")
     if problem.status_code == 401:
         return f"The service refused the API key ({said}). Set TINKER_API_KEY; `tinkex doctor` says which key is used."
-    if problem.status_code in (403, 404):
-        return f"{'Not allowed' if problem.status_code == 403 else 'Not found'} ({said})."
-    return f"{problem.message.split(' - ')[0].rstrip('.')} ({said})." if detail else str(problem)
+    what = {402: "The account cannot pay", 403: "Not allowed", 404: "Not found"}.get(problem.status_code)
+    if ". Last problem:" in problem.message:  # after several attempts the message says how many
+        what = problem.message.partition(". Last problem:")[0]
+    return f"{what or ('The service failed' if problem.status_code >= 500 else 'The service refused')} ({said})."
 
 
 def _silence_stdout() -> None:

@@ -12,15 +12,16 @@ from collections.abc import Callable, Coroutine
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
+from tinkex import settings
 from tinkex.client._call import send
 from tinkex.client._connection import Connection
+from tinkex.client._dial import tls_context
 from tinkex.client._operation import Operation
 from tinkex.client._redact import redact
 from tinkex.client._transport import Answer
 from tinkex.clock import REAL
-from tinkex.errors import TinkexError
+from tinkex.errors import ConfigError, TinkexError
 from tinkex.settings import Config
 from tinkex.types import GetServerCapabilitiesResponse, SupportedModel
 from tinkex.wire import endpoints, json_codec
@@ -54,10 +55,10 @@ class Route(NamedTuple):
 def route_to(config: Config) -> Route:
     parts = urlsplit(config.base_url)
     host, is_tls = parts.hostname or "", parts.scheme == "https"
-    proxy = config.proxy or (None if proxy_bypass(host) else getproxies().get(parts.scheme))
-    if not proxy:
+    proxy = settings.proxy_for(config.base_url, config)
+    if proxy is None:
         return Route(host, parts.port or (443 if is_tls else 80), is_tls, None)
-    through = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    through = urlsplit(proxy)
     name = f"{through.hostname}:{through.port or 80}"  # without the password that may stand in it
     return Route(through.hostname or "", through.port or 80, False, name)
 
@@ -92,10 +93,6 @@ def network(config: Config) -> tuple[list[Finding], bool]:
 
 def _tls(config: Config, route: Route) -> tuple[Finding, bool]:
     def shake() -> tuple[str | None, str | None, float]:
-        context = ssl.create_default_context()
-        if config.ca_file:
-            context.load_verify_locations(config.ca_file)
-        context.set_alpn_protocols(["h2", "http/1.1"])
         with (
             socket.create_connection((route.host, route.port), PROBE_S) as plain,
             context.wrap_socket(plain, server_hostname=route.host) as wrapped,
@@ -104,7 +101,10 @@ def _tls(config: Config, route: Route) -> tuple[Finding, bool]:
             return wrapped.version(), wrapped.selected_alpn_protocol(), expires
 
     try:
+        context = tls_context(config.ca_file)
         (version, protocol, expires), took_s = _timed(shake)
+    except ConfigError as problem:
+        return Finding("TLS", "FAIL", str(problem), "Set TINKEX_CA_FILE to a file of certificates (PEM)."), False
     except ssl.SSLCertVerificationError as problem:
         remedy = "Behind a company proxy, set TINKEX_CA_FILE to the file of its certificate authority."
         return Finding("TLS", "FAIL", f"the certificate is not trusted: {problem.verify_message}", remedy), False

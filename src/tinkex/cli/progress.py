@@ -84,10 +84,12 @@ class ProgressBar:
         if progress.total_bytes:
             full = min(BAR * progress.done_bytes // progress.total_bytes, BAR)
             drawn = f" [{'#' * full}{'.' * (BAR - full)}]"
-        line = f"{name}{drawn} {numbers}"
-        if len(line) >= width:  # a wrapped line could not be drawn over
-            line = f"{name} {numbers}"
-        return line[: width - 1]
+        # A wrapped line could not be drawn over: the bar gives way first, then the name.
+        if len(name) + len(drawn) + len(numbers) + 1 >= width:
+            drawn = ""
+        room = max(width - len(drawn) - len(numbers) - 2, 8)
+        shown = name if len(name) <= room else f"…{name[1 - room :]}"
+        return f"{shown}{drawn} {numbers}"[: width - 1]
 
     def _numbers(self, progress: Progress) -> str:
         done, total, rate = progress.done_bytes, progress.total_bytes, self.rate()

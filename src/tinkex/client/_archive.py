@@ -30,8 +30,8 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
 def place(folder: Path, name: str) -> Path:
     """Where a file that somebody else named goes: always below `folder`."""
     parts = PurePosixPath(name).parts
-    windows = PureWindowsPath(name)
-    if not parts or "\0" in name or ".." in (*parts, *windows.parts) or windows.drive or windows.root:
+    windows = PureWindowsPath(name)  # splits at both kinds of slash, and knows drives
+    if not parts or "\0" in name or ".." in windows.parts or windows.drive or windows.root:
         raise TinkexError(f"Refused a file named {name!r}: it would be written outside {folder}.")
     return folder.joinpath(*parts)
 

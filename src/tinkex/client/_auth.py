@@ -48,7 +48,7 @@ class Auth:
         self._token = None  # the trade itself is signed with the key
         operation = Operation("auth_token", connection.clock.now())
         answer = await call(connection, endpoints.AUTH_TOKEN, Body(b"{}"), operation=operation, attempts=3)
-        token = json_codec.decode(answer.content).get("jwt")
+        token = json_codec.decode_answer(answer.content).get("jwt")
         if not isinstance(token, str) or not token:
             raise AuthenticationError("The service asked for token sign-in but gave no token. Check the API key.")
         self._token = token

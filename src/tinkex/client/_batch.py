@@ -82,7 +82,7 @@ class Batch:
             answer = await send(self._connection, endpoints.RETRIEVE_FUTURES, body, timeout_s=POLL_TIMEOUT_S)
             if answer.status >= 400:
                 raise error_of(self._connection, answer, endpoints.RETRIEVE_FUTURES)
-            return json_codec.read(FuturesRetrieveResponse, json_codec.decode(answer.content))
+            return json_codec.read_content(FuturesRetrieveResponse, answer.content)
         except APIError:
             self._fetched.extend(fetched)
             raise

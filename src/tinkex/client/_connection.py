@@ -32,6 +32,7 @@ from tinkex.settings import Config
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import bodies, endpoints, json_codec
 from tinkex.wire.dialect import Dialect
+from tinkex.wire.endpoints import Pool
 
 T = TypeVar("T")
 log = logging.getLogger("tinkex.wait")
@@ -97,7 +98,7 @@ class Connection:
             self.limiter.samples.count = self._most_samples()
             self.dialect = Dialect.JSON  # a service from before 0.18: JSON only, default limits
             return
-        self.server = json_codec.read(ClientConfigResponse, json_codec.decode(answer.content))
+        self.server = json_codec.read_content(ClientConfigResponse, answer.content)
         self.limiter.dispatch.limit_bytes = self.server.sample_dispatch_bytes_semaphore_size
         self.limiter.samples.count = self._most_samples()
         self.limiter.answers.limit_bytes = self.server.inflight_response_bytes_semaphore_size
@@ -105,7 +106,7 @@ class Connection:
             await self.auth.start(self)
         try:
             answer = await call(self, endpoints.CLIENT_DYNAMIC_CONFIG, body, operation=operation, attempts=1)
-            self.dynamic = json_codec.read(ClientDynamicConfigResponse, json_codec.decode(answer.content))
+            self.dynamic = json_codec.read_content(ClientDynamicConfigResponse, answer.content)
         except APIError:
             pass  # optional by design: its defaults switch everything off
         import tinkex.wire.proto_codec  # now, not on the first answer in the middle of a burst
@@ -114,10 +115,10 @@ class Connection:
         self.dialect = Dialect.PROTO
 
     def _most_samples(self) -> int:
-        """Without TLS there is no HTTP/2: a sample that waits occupies a connection, and training needs some too."""
+        """Without TLS there is no HTTP/2: a sample that waits occupies a connection, more could not be asked for."""
         most = self.server.sample_max_concurrent_requests
         if self.config.base_url.startswith("http:") and not self.server.sample_use_retrieve_futures:
-            most = min(most, max(self.config.pools["retrieve"] - self.config.pools["train"], 1))
+            most = min(most, self.transport.limit_of(Pool.RETRIEVE_SAMPLES))
         return most
 
     @property

@@ -100,7 +100,7 @@ class Handle:
                 return read(answer)
             if not endpoint.answer:
                 return None
-            return json_codec.read(getattr(tinkex.types, endpoint.answer), json_codec.decode(answer.content))
+            return json_codec.read_content(getattr(tinkex.types, endpoint.answer), answer.content)
 
         return connection.run(operation, work)
 

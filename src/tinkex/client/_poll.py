@@ -17,13 +17,14 @@ from tinkex.errors import APIConnectionError, APIError, DeadlineExceeded, Reques
 from tinkex.wire import bodies, envelope
 from tinkex.wire.body import JSON, PROTOBUF
 from tinkex.wire.dialect import Dialect
-from tinkex.wire.endpoints import RETRIEVE_FUTURE, Endpoint
+from tinkex.wire.endpoints import ASAMPLE, RETRIEVE_FUTURE, Endpoint, Pool
 
 log = logging.getLogger("tinkex.poll")
 POLL_TIMEOUT_S = 60.0
 """Services hold a poll for at most 45 s; silence beyond this is a fault of the network."""
 NOT_YET_VISIBLE_S = 30.0
 """A 404 this soon after acceptance may be a replica that has not heard of the request yet (better.md, A)."""
+RETRIEVE_SAMPLE = RETRIEVE_FUTURE._replace(pool=Pool.RETRIEVE_SAMPLES)
 BINARY = frozenset({"SampleResponse", "ForwardBackwardOutput"})
 
 
@@ -32,6 +33,7 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
     clock = connection.clock
     dialect = connection.dialect or Dialect.JSON
     is_binary = dialect is Dialect.PROTO and endpoint.answer in BINARY
+    retrieve = RETRIEVE_SAMPLE if endpoint is ASAMPLE else RETRIEVE_FUTURE
     headers = {"x-tinker-request-type": endpoint.request_type, "accept": PROTOBUF if is_binary else JSON}
     accepted_at = operation.last_answer_at = clock.now()
     quick = faults = iteration = reserved = 0
@@ -46,7 +48,7 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
             wants_size = is_binary and not reserved
             body = bodies.retrieve_future(request_id, wants_size, dialect=dialect)
             try:
-                answer = await send(connection, RETRIEVE_FUTURE, body, headers=headers, timeout_s=POLL_TIMEOUT_S)
+                answer = await send(connection, retrieve, body, headers=headers, timeout_s=POLL_TIMEOUT_S)
                 read = _read(
                     connection, answer, endpoint, request_id, is_fresh=started - accepted_at < NOT_YET_VISIBLE_S
                 )

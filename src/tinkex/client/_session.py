@@ -147,7 +147,7 @@ class Session:
                 dialect=dialect,
             )
             answer = await call(connection, endpoints.CREATE_SESSION, body, operation=self.operation("create_session"))
-            made = json_codec.read(CreateSessionResponse, json_codec.decode(answer.content))
+            made = json_codec.read_content(CreateSessionResponse, answer.content)
         except APIError as problem:
             core.state = f"session not opened: {problem}"
             return problem

@@ -7,6 +7,7 @@ business, not the service's.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from tinkex.events import StepEvent
 
 log = logging.getLogger("tinkex.tracing")
+_current: contextvars.ContextVar[Any] = contextvars.ContextVar("tinkex_span", default=None)
+"""The span of the operation that runs here."""
 _latest: tuple[Any, Any] = (None, None)
 """The provider seen last, and our tracer from it."""
 
@@ -39,6 +42,7 @@ def begin(operation: Operation, service: str) -> None:
         known = {"server.address": service, "tinkex.model_id": operation.model_id, "tinkex.seq_id": operation.seq_id}
         span = tracer.start_span(operation.kind, kind=trace.SpanKind.CLIENT, attributes=_given(known))
         context.attach(trace.set_span_in_context(span))
+        _current.set(span)
         operation.span = span
     except Exception:  # an edge: the program's samplers and processors must not fail the operation they watch
         log.exception("No span could be opened for %s", operation.name)
@@ -68,18 +72,20 @@ def end(operation: Operation, step: StepEvent) -> None:
 
 
 def inject(headers: dict[str, str]) -> None:
-    """Add the `traceparent` of the span that is current here; nothing where there is none."""
-    if _tracer() is None:
+    """Add the `traceparent` of the operation that runs here; nothing where there is none."""
+    span = _current.get()
+    if span is None:
         return
+    from opentelemetry.trace import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    TraceContextTextMapPropagator().inject(headers)
+    TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))
 
 
 def _tracer() -> Any:
     """Our tracer, or None where the program has no provider. Asked anew each time: it may be set up at any moment."""
     global _latest
-    # The HTTP world imports the bare API package for its own ends; that alone means nothing.
+    # Libraries import the bare API for ends of their own; that alone means nothing.
     find = getattr(sys.modules.get("opentelemetry.trace"), "get_tracer_provider", None)
     if find is None:
         return None

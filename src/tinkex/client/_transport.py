@@ -19,7 +19,7 @@ from tinkex.client._dial import Origin, tls_context
 from tinkex.client._exchange import Exchange, Lost, Request, Silent
 from tinkex.client._loop import after_fork_in_child
 from tinkex.client._pool import ConnectionPool, ConnectTimeout
-from tinkex.errors import APIConnectionError, APIResponseValidationError, APITimeoutError
+from tinkex.errors import APIConnectionError, APIResponseValidationError, APITimeoutError, ValidationError
 from tinkex.settings import Config
 from tinkex.wire.body import decompress
 from tinkex.wire.endpoints import Pool
@@ -135,9 +135,12 @@ class Transport:
     def _make(self, pool: Pool, origin: Origin) -> ConnectionPool:
         if origin.scheme == "https" and self._tls is None:
             self._tls = tls_context(self._config.ca_file)
-        limit = min(self._config.pools[pool.value], _most_connections())
-        made = self._pools[pool, origin] = ConnectionPool(origin, limit, self._tls)
+        made = self._pools[pool, origin] = ConnectionPool(origin, self.limit_of(pool), self._tls)
         return made
+
+    def limit_of(self, pool: Pool) -> int:
+        """How many connections of a kind may be open to one host."""
+        return min(self._config.pools[pool.value], _most_connections())
 
     def _next_url(self, url: str, location: str | None) -> str:
         target = urljoin(url, location or "")
@@ -163,7 +166,10 @@ def _whole(exchange: Exchange) -> Answer:
     content = exchange.content()
     encoding = exchange.headers.get("content-encoding")
     if encoding:  # we ask for none, but proxies have their own will
-        content = decompress(content, encoding)
+        try:
+            content = decompress(content, encoding)
+        except ValidationError as problem:
+            raise APIResponseValidationError(message=f"The service's answer cannot be read: {problem}") from None
     return Answer(exchange.status, exchange.headers, content)
 
 
@@ -188,7 +194,8 @@ _lock = threading.Lock()
 
 def transport_for(config: Config) -> Transport:
     """The pools of one (base URL, key): shared by all clients with the same pool settings."""
-    key = (*config.key, tuple(sorted(config.pools.items())), config.proxy, config.ca_file)
+    proxies = (config.proxy, config.http_proxy, config.https_proxy, config.no_proxy)
+    key = (*config.key, tuple(sorted(config.pools.items())), *proxies, config.ca_file)
     with _lock:
         if key not in _transports:
             _transports[key] = Transport(config)

@@ -113,7 +113,7 @@ class _Job:
         return found.url
 
     async def _archive(self, url: str) -> list[Path]:
-        name = re.sub(r"[^\w.-]+", "_", f"{self._parsed.training_run_id}_{self._parsed.checkpoint_id}")
+        name = re.sub(r"[^\w.-]+", "_", self._parsed.checkpoint_id)
         archive = await self._fetch(url, self._archive_url, self._folder / f"{name}.tar")
         files = await in_thread(lambda: unpack(archive, self._folder), "tinkex-unpack")
         if self._keep_archive:

@@ -26,7 +26,15 @@ _CANCELLED = {
 
 
 class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg]
-    """The result of an operation, now or later."""
+    """The result of an operation, now or later.
+
+    >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")
+    >>> future = sampler.compute_logprobs(tinkex.ModelInput.from_ints([1, 2, 3]))
+    >>> len(future.result(timeout=60))  # or `await future`
+    3
+    >>> future.done()
+    True
+    """
 
     def __init__(self, operation: Operation | None = None) -> None:
         super().__init__()

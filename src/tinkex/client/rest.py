@@ -316,7 +316,7 @@ class RestClient(_Account):
         operation = Operation("export_session_trace", connection.clock.now(), session=self._session)
 
         def read(answer: Any) -> Any:
-            return json_codec.decode(answer.content)
+            return json_codec.decode_answer(answer.content)
 
         async def work() -> str:
             path = endpoints.SESSION_TRACE_EXPORT.url(session_id=session_id)

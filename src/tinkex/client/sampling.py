@@ -79,7 +79,14 @@ class SamplingClient(Handle):
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
-        """Draw `num_samples` continuations of the prompt."""
+        """Draw `num_samples` continuations of the prompt.
+
+        >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")
+        >>> prompt = tinkex.ModelInput.from_ints([1, 2, 3])
+        >>> answer = sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=4)).result()
+        >>> len(answer.sequences[0].tokens)
+        4
+        """
         connection = self._session.connect()
         params = _validate.check_sampling(
             prompt,
@@ -167,6 +174,12 @@ class SamplingClient(Handle):
         """Tokens and log-probabilities as they are made: iterate with `for` or `async for`, once.
 
         Where the service does not announce streaming, one final chunk per sample.
+
+        >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")
+        >>> prompt = tinkex.ModelInput.from_ints([1, 2, 3])
+        >>> stream = sampler.stream(prompt, tinkex.SamplingParams(max_tokens=4))
+        >>> len([token for chunk in stream for token in chunk.tokens])
+        4
         """
         connection = self._session.connect()
         params = _validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(connection))
@@ -264,7 +277,7 @@ class SamplingClient(Handle):
             try:
                 body = bodies.join_sampling_session(self._sampling_session_id)
                 answer = await call(connection, endpoints.JOIN_SAMPLING_SESSION, body, operation=operation)
-                return json_codec.read(JoinSamplingSessionResponse, json_codec.decode(answer.content)).client_counter
+                return json_codec.read_content(JoinSamplingSessionResponse, answer.content).client_counter
             except NotFoundError:
                 pass
         # Drawn where it cannot be asked for. Wide enough that siblings do not meet, and all numbers fit 64 bits.
@@ -285,7 +298,7 @@ class SamplingClient(Handle):
             return finished(self.base_model)
 
         def read(answer: Any) -> str:
-            found = json_codec.read(GetSamplerResponse, json_codec.decode(answer.content))
+            found = json_codec.read_content(GetSamplerResponse, answer.content)
             self.base_model = found.base_model
             return found.base_model
 
@@ -321,7 +334,7 @@ def create_sampling_client(
         connection.loop.spawn(learn_context_lengths(session))
         body = bodies.create_sampling_session(session_id, sampling_seq, base_model, model_path, dialect=dialect)
         answer = await call(connection, endpoints.CREATE_SAMPLING_SESSION, body, operation=operation)
-        made = json_codec.read(CreateSamplingSessionResponse, json_codec.decode(answer.content))
+        made = json_codec.read_content(CreateSamplingSessionResponse, answer.content)
         return SamplingClient(
             session,
             made.sampling_session_id,
@@ -343,7 +356,7 @@ async def learn_context_lengths(session: Session) -> None:
         answer = await call(
             connection, endpoints.GET_SERVER_CAPABILITIES, operation=session.operation("capabilities"), attempts=1
         )
-        found = json_codec.read(GetServerCapabilitiesResponse, json_codec.decode(answer.content))
+        found = json_codec.read_content(GetServerCapabilitiesResponse, answer.content)
     except APIError:
         return  # the check is a courtesy: without it the service refuses
     for model in found.supported_models:

@@ -1,8 +1,4 @@
-"""`ServiceClient`: the front door. Making one costs nothing; the first call opens a session.
-
-service = tinkex.ServiceClient()                       # key from TINKER_API_KEY
-training = service.create_lora_training_client("Qwen/Qwen3-8B", rank=32)
-"""
+"""`ServiceClient`: the front door. Making one costs nothing; the first call opens a session."""
 
 from __future__ import annotations
 
@@ -39,7 +35,12 @@ _NATIVE = ("timeout_s", "max_retries", "unreachable_s", "deadline_s", "wait_line
 
 
 class ServiceClient(Handle):
-    """Makes training, sampling and REST clients that share one session. Close it, or use it with `with`."""
+    """Makes training, sampling and REST clients that share one session. Close it, or use it with `with`.
+
+    >>> with tinkex.ServiceClient() as client:  # the service and the key from TINKER_BASE_URL and TINKER_API_KEY
+    ...     print(client.get_server_capabilities().supported_models[0].model_name)
+    Qwen/Qwen3-8B
+    """
 
     def __init__(
         self,
@@ -74,7 +75,12 @@ class ServiceClient(Handle):
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
-        """A new LoRA adapter on a base model."""
+        """A new LoRA adapter on a base model.
+
+        >>> training = service.create_lora_training_client("Qwen/Qwen3-8B", rank=16)
+        >>> training.get_info().lora_rank
+        16
+        """
         lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
         return self._create(base_model, lora, user_metadata, optimizer).result()
 

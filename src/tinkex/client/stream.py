@@ -13,6 +13,7 @@ from tinkex.client._connection import Connection
 from tinkex.client._dispatch import Sample
 from tinkex.client._loop import on_own_loop
 from tinkex.client._operation import Operation
+from tinkex.client.future import APIFuture
 from tinkex.errors import (
     APIResponseValidationError,
     ClosedError,
@@ -55,14 +56,18 @@ class SampleStream:
 
         def steps() -> Iterator[StreamChunk]:
             connection = self._client._session.connect()
+            step: APIFuture[StreamChunk | None] | None = None
             try:
                 while True:
-                    chunk = connection.run(self._step(), lambda: _next(source)).result()
+                    step = connection.run(self._step(), lambda: _next(source))
+                    chunk = step.result()
                     if chunk is None:
                         return
                     yield chunk
             finally:
-                connection.loop.post(lambda: connection.loop.spawn(source.aclose()))
+                if step is not None:
+                    step.cancel()  # who leaves while the next token is awaited (Ctrl-C) leaves it inside the generator
+                connection.loop.post(lambda: connection.loop.spawn(_close(source)))
 
         return steps()
 
@@ -71,14 +76,18 @@ class SampleStream:
 
         async def steps() -> AsyncIterator[StreamChunk]:
             connection = self._client._session.connect()
+            step: APIFuture[StreamChunk | None] | None = None
             try:
                 while True:
-                    chunk = await connection.run(self._step(), lambda: _next(source))
+                    step = connection.run(self._step(), lambda: _next(source))
+                    chunk = await step
                     if chunk is None:
                         return
                     yield chunk
             finally:
-                connection.loop.post(lambda: connection.loop.spawn(source.aclose()))
+                if step is not None:
+                    step.cancel()  # who leaves while the next token is awaited (Ctrl-C) leaves it inside the generator
+                connection.loop.post(lambda: connection.loop.spawn(_close(source)))
 
         return steps()
 
@@ -149,14 +158,21 @@ class SampleStream:
                     if event.event == "token":
                         yield _token(event.data)
                     elif event.event == "done":
-                        self.response = json_codec.read(SampleResponse, json_codec.decode(event.data.encode()))
+                        self.response = json_codec.read_content(SampleResponse, event.data.encode())
                         for index, sequence in enumerate(self.response.sequences):
                             yield StreamChunk(index, [], None, sequence.stop_reason)
                         return
                     elif event.event == "error":
-                        found = json_codec.decode(event.data.encode())
+                        found = json_codec.decode_answer(event.data.encode())
                         raise RequestFailedError(str(found.get("error")), "", found.get("category", "unknown"))
         raise APIResponseValidationError(None, None, "The stream ended before the service said it was done.")
+
+
+async def _close(source: Any) -> None:
+    """A generator cannot be closed while somebody is inside it: wait until the cancelled step has left."""
+    while source.ag_running:
+        await asyncio.sleep(0.01)
+    await source.aclose()
 
 
 async def _next(source: Any) -> StreamChunk | None:
@@ -167,5 +183,5 @@ async def _next(source: Any) -> StreamChunk | None:
 
 
 def _token(data: str) -> StreamChunk:
-    found = json_codec.decode(data.encode())
+    found = json_codec.decode_answer(data.encode())
     return StreamChunk(int(found.get("index", 0)), list(found["tokens"]), found.get("logprobs"))

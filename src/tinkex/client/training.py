@@ -65,7 +65,14 @@ class TrainingClient(Handle):
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Compute the loss and add its gradient to what `optim_step` will apply. Losses are sums, not means."""
+        """Compute the loss and add its gradient to what `optim_step` will apply. Losses are sums, not means.
+
+        >>> training = service.create_lora_training_client("Qwen/Qwen3-8B")
+        >>> datum = tinkex.Datum(tinkex.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0, 1]})
+        >>> result = training.forward_backward([datum], "cross_entropy").result()
+        >>> len(result.loss_fn_outputs[0]["logprobs"])
+        2
+        """
         return self._pass("forward_backward", endpoints.FORWARD_BACKWARD, data, loss_fn, loss_fn_config)
 
     async def forward_backward_async(
@@ -97,7 +104,13 @@ class TrainingClient(Handle):
     def optim_step(
         self, optim_params: OptimParams | Mapping[str, Any] | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:
-        """Apply the gathered gradients, then clear them."""
+        """Apply the gathered gradients, then clear them.
+
+        >>> training = service.create_lora_training_client("Qwen/Qwen3-8B")
+        >>> step = training.optim_step(tinkex.AdamParams(learning_rate=1e-4))
+        >>> step.result()
+        OptimStepResponse(metrics=...)
+        """
         if optim_params is not None and adam_params is not None:
             raise ValidationError("optim_step takes optim_params or adam_params, not both.")
         given = adam_params if optim_params is None else optim_params

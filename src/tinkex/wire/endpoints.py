@@ -18,6 +18,8 @@ class Pool(enum.StrEnum):
     TRAIN = "train"
     SAMPLE = "sample"
     RETRIEVE = "retrieve"
+    RETRIEVE_SAMPLES = "retrieve_samples"
+    """Polls for samples, thousands at times: apart, or a training step's result would wait behind them."""
     TELEMETRY = "telemetry"
 
 
@@ -102,8 +104,8 @@ GET_SAMPLER = _row("GET", "samplers/{sampler_id}", _TRAIN, "GetSamplerResponse",
 TOKENIZER_FILE = _row("GET", "tokenizers/{tokenizer}/{file}", _TRAIN, name="tokenizer_file")  # ours
 
 # Results
-RETRIEVE_FUTURE = _row("POST", "retrieve_future", _RETRIEVE)
-RETRIEVE_FUTURES = _row("POST", "retrieve_futures", _RETRIEVE, "FuturesRetrieveResponse")
+RETRIEVE_FUTURE = _row("POST", "retrieve_future", _RETRIEVE)  # for samples: Pool.RETRIEVE_SAMPLES
+RETRIEVE_FUTURES = _row("POST", "retrieve_futures", Pool.RETRIEVE_SAMPLES, "FuturesRetrieveResponse")
 CANCEL_FUTURE = _row("POST", "cancel_future", _RETRIEVE)
 
 # Runs and checkpoints

@@ -1,0 +1,232 @@
+"""The command as a whole: its help, its exit codes, its weight, and what it says when something goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tinkex
+from tinkex.cli.connect import config_for
+from tinkex.cli.main import NOUNS
+from tinkex.testing import Answer, Drop, Hang, ScriptedService, Status
+
+from .conftest import KEY, Saved, Tinkex, start
+
+COMMANDS = [
+    ["version"],
+    ["doctor"],
+    ["sample"],
+    ["run"],
+    ["run", "list"],
+    ["run", "info"],
+    ["checkpoint"],
+    *(["checkpoint", verb] for verb in ("list", "info", "publish", "unpublish", "set-ttl", "delete", "download")),
+]
+
+
+def test_the_installed_command_tells_its_version() -> None:
+    command = Path(sys.executable).with_name("tinkex")
+    done = subprocess.run([command, "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"tinkex {tinkex.__version__} (protocol 0.36.0")
+    assert done.stderr == ""
+
+
+def test_version_as_json_and_as_an_option(run: Tinkex) -> None:
+    assert run("version", "-o", "json").json["version"] == tinkex.__version__
+    assert run("--version").out == f"tinkex {tinkex.__version__}\n"
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(run: Tinkex, words: list[str]) -> None:
+    ran = run(*words, "--help")
+    assert ran.code == 0
+    assert "example" in ran.out
+    assert f"  tinkex {' '.join(words)}" in ran.out or len(words) == 1
+    assert "TINKER_API_KEY" in ran.out
+
+
+def test_help_lists_every_command(run: Tinkex) -> None:
+    shown = run("--help").out
+    for name, about in NOUNS.items():
+        assert name in shown and about in shown
+
+
+@pytest.mark.parametrize(
+    "words", [["version"], ["--help"], ["checkpoint", "--help"], ["sample", "--help"]], ids=" ".join
+)
+def test_help_and_version_load_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys; from tinkex.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'asyncio', 'orjson', 'pyqwest', 'google.protobuf', 'ssl', 'socket', 'tinkex.types', 'dataclasses'}\n"
+        "sys.stderr.write(','.join(sorted(heavy & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_shared_options_stand_before_or_after_the_command_and_have_two_names(run: Tinkex, saved: Saved) -> None:
+    expected = run("run", "list", "-o", "json").json
+    assert expected["runs"]
+    for words in (
+        ["-o", "json", "run", "list"],
+        ["run", "-f", "json", "list"],
+        ["--format", "json", "run", "list"],
+        ["run", "list", "--output", "json"],
+        ["-o", "table", "run", "list", "-f", "json"],
+    ):
+        assert run(*words).json == expected
+
+
+def test_base_url_and_key_can_be_arguments(
+    run: Tinkex, service: ScriptedService, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINKER_BASE_URL")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+    ran = run("--base-url", service.url, "run", "list", "--api-key", KEY)
+    assert ran.code == 0
+    assert saved.run_id in ran.out
+
+
+def test_a_misused_command_ends_with_2(run: Tinkex) -> None:
+    assert run("checkpoint", "list", "--limit", "-3").code == 2
+    assert "12h" in run("checkpoint", "list", "--expires-within", "soon").err
+    assert run("no-such-command").code == 2
+    assert run().code == 2
+
+
+def test_an_error_is_one_sentence_on_stderr_with_code_1(run: Tinkex, service: ScriptedService) -> None:
+    ran = run("run", "info", "nobody")
+    assert ran.code == 1
+    assert ran.out == ""
+    assert ran.err == "tinkex: Not found (HTTP 404: training run 'nobody' is not known).\n"
+
+
+def test_a_refused_key_says_where_to_set_it(
+    run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-not-the-right-one")
+    ran = run("run", "list")
+    assert ran.code == 1
+    assert "TINKER_API_KEY" in ran.err
+    assert "tml-not" not in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_a_missing_key_is_one_sentence(run: Tinkex) -> None:
+    ran = run("run", "list", "--base-url", "https://tinker.invalid")
+    assert ran.code == 1
+    assert ran.err.startswith("tinkex: No API key. Pass api_key=..., or set TINKER_API_KEY.")
+
+
+def test_a_service_that_is_gone_is_given_up_soon_and_every_wait_is_announced(
+    run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKEX_MAX_RETRIES", "2")
+    service.script.on("*", do=Drop())
+    ran = run("run", "list")
+    assert ran.code == 1
+    first, last = ran.err.splitlines()
+    assert first.startswith("Trying again in 0.")
+    assert "gave up after 2 attempts" in last and "tinkex doctor" in last
+
+
+def test_an_answer_that_makes_no_sense_is_one_sentence(run: Tinkex, service: ScriptedService) -> None:
+    service.script.on("list_training_runs", do=Answer("<html>", content_type="text/html"))
+    ran = run("run", "list")
+    assert ran.code == 1
+    assert len(ran.err.splitlines()) == 1
+    assert "Traceback" not in ran.err and "defect" not in ran.err
+
+
+@pytest.mark.parametrize("words", [["--debug", "run", "info", "x"], ["run", "info", "x", "--debug"]])
+def test_debug_shows_the_traceback(words: list[str], service: ScriptedService) -> None:
+    done = start(*words)
+    _, err = done.communicate(timeout=30)
+    assert done.returncode == 1
+    assert "Traceback" in err and "NotFoundError" in err
+    assert KEY not in err
+
+
+def test_tinker_log_debug_shows_the_traceback(service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOG", "debug")
+    done = start("run", "info", "x")
+    _, err = done.communicate(timeout=30)
+    assert "Traceback" in err
+    assert KEY not in err
+
+
+def test_ctrl_c_leaves_a_clean_message_and_130(service: ScriptedService) -> None:
+    service.script.on("list_training_runs", do=Hang())
+    running = start("run", "list")
+    service.wait_for_requests("list_training_runs")
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=10)
+    assert running.returncode == 130
+    assert (out, err.strip()) == ("", "tinkex: stopped.")
+
+
+def test_a_broken_pipe_is_silent(service: ScriptedService, saved: Saved) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    running = start("checkpoint", "list", stdout=writer)
+    os.close(writer)
+    _, err = running.communicate(timeout=30)
+    assert running.returncode == 141
+    assert err == ""
+
+
+def test_letters_that_the_terminal_lacks_do_not_end_a_command(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    service.script.on("list_training_runs", do=Status(400, "naïve"))
+    running = start("run", "list")
+    _, err = running.communicate(timeout=30)
+    assert (running.returncode, err) == (1, "tinkex: The service refused (HTTP 400: na?ve).\n")
+
+
+def test_a_command_is_less_patient_than_a_run_unless_settings_say_otherwise(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = argparse.Namespace(base_url=None, api_key=None)
+    assert (config_for(args).max_retries, config_for(args).unreachable_s) == (5, 60.0)
+    monkeypatch.setenv("TINKEX_MAX_RETRIES", "20")
+    assert (config_for(args).max_retries, config_for(args).unreachable_s) == (20, 60.0)
+
+
+def test_reading_opens_no_session(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
+    for words in (
+        ["run", "list"],
+        ["run", "info", saved.run_id],
+        ["checkpoint", "list"],
+        ["checkpoint", "info", saved.state],
+        ["checkpoint", "publish", saved.state],
+        ["checkpoint", "unpublish", saved.state],
+        ["checkpoint", "set-ttl", saved.state, "keep"],
+        ["checkpoint", "delete", "-y", saved.sampler],
+        ["doctor"],
+    ):
+        assert run(*words).code == 0, words
+    assert not service.sessions
+    assert not service.requests_to("create_session")
+
+
+@pytest.mark.parametrize("status", [402, 403, 409, 422, 500])
+def test_every_status_becomes_a_sentence_that_names_it(
+    run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("TINKEX_MAX_RETRIES", "1")
+    service.script.on("list_training_runs", do=Status(status, "the reason"))
+    ran = run("run", "list")
+    assert ran.code == 1
+    assert f"(HTTP {status}: the reason)." in ran.err
+    assert "Error code" not in ran.err
+    assert len(ran.err.splitlines()) == 1
