@@ -50,7 +50,9 @@ def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "tinkex" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "tinkex" else [node.module]
+            )
         for name in names:
             parts = name.split(".")
             if parts[0] == "tinkex" and len(parts) > 1:
@@ -141,7 +143,13 @@ def test_every_public_name_resolves() -> None:
 
 def test_sync_and_async_twins_have_equal_parameters() -> None:
     wrong = []
-    for client in (tinkex.ServiceClient, tinkex.TrainingClient, tinkex.SamplingClient, tinkex.RestClient, tinkex.AdminClient):
+    for client in (
+        tinkex.ServiceClient,
+        tinkex.TrainingClient,
+        tinkex.SamplingClient,
+        tinkex.RestClient,
+        tinkex.AdminClient,
+    ):
         for name, twin in inspect.getmembers(client, inspect.isfunction):
             if name.endswith("_async") and not name.startswith("_"):
                 plain = getattr(client, name.removesuffix("_async"))
@@ -151,7 +159,13 @@ def test_sync_and_async_twins_have_equal_parameters() -> None:
 
 
 def test_async_twins_are_coroutine_functions_and_their_plain_forms_are_not() -> None:
-    for client in (tinkex.ServiceClient, tinkex.TrainingClient, tinkex.SamplingClient, tinkex.RestClient, tinkex.AdminClient):
+    for client in (
+        tinkex.ServiceClient,
+        tinkex.TrainingClient,
+        tinkex.SamplingClient,
+        tinkex.RestClient,
+        tinkex.AdminClient,
+    ):
         for name, function in inspect.getmembers(client, inspect.isfunction):
             if not name.startswith("_"):
                 assert inspect.iscoroutinefunction(function) == name.endswith("_async"), f"{client.__name__}.{name}"
@@ -160,7 +174,9 @@ def test_async_twins_are_coroutine_functions_and_their_plain_forms_are_not() -> 
 def test_every_endpoint_has_a_client_verb() -> None:
     from tinkex.wire import endpoints
 
-    text = "\n".join(path.read_text() for path in (PACKAGE / "client").rglob("*.py"))
+    rooms = (PACKAGE / "client", PACKAGE / "cli")
+    text = "\n".join(path.read_text() for room in rooms for path in room.rglob("*.py"))
     names = {name: row for name, row in vars(endpoints).items() if isinstance(row, endpoints.Endpoint)}
     unused = [name for name in names if not re.search(rf"\b{name}\b", text)]
-    assert not unused, f"no client verb uses {unused}"
+    # Losses that run on the service are refused by decision; keys that a CLI minted are the official CLI's own affair.
+    assert unused == ["CREATE_CUSTOM_LOSS", "REVOKE_KEY"], f"no client verb uses {unused}"

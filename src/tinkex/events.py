@@ -37,7 +37,7 @@ class RetryEvent(NamedTuple):
 
 
 class PollEvent(NamedTuple):
-    """A poll was answered. `outcome`: pending, try_again, metadata, failed, done, error."""
+    """A poll was answered. `outcome`: pending, metadata, failed, done, error."""
 
     operation: str
     request_id: str

@@ -244,7 +244,7 @@ def _from_shared(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     for name, variables in SHARED_ENVIRONMENT.items():
         for variable in variables:
             text = environ.get(variable, "").strip()
-            if not text or (name == "ca_file" and not Path(text).exists()):
+            if not text or (name == "ca_file" and not Path(text).is_file()):
                 continue
             if variable == "HTTP_PROXY" and "REQUEST_METHOD" in environ:
                 continue  # under CGI this is a header that a visitor sent (httpoxy.org)

@@ -168,6 +168,7 @@ def test_the_callers_later_changes_do_not_reach_the_tensor() -> None:
 def test_a_tensor_that_needs_a_gradient_or_is_not_contiguous_is_taken() -> None:
     tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True).T
     assert TensorData.from_torch(tensor).tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    assert TensorData.from_torch(torch.eye(2).to_sparse()).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_a_padded_tensor_becomes_csr_when_that_is_smaller() -> None:
@@ -203,7 +204,7 @@ def test_csr_is_not_used_when_it_would_be_larger() -> None:
     ("crow", "col", "shape"),
     [
         ([0, 1], [0, 1], [2, 3]),
-        ([0, 2, 1], [0, 1], [2, 3]),
+        ([0, 2, 1, 2], [0, 1], [3, 3]),
         ([0, 1, 2], [0, 3], [2, 3]),
         ([0, 1, 2], None, [2, 3]),
         ([0, 1, 2], [0, 1], None),

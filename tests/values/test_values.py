@@ -76,7 +76,7 @@ class Example(Value):
 def test_every_servers_stop_reason_is_read_and_its_own_word_is_kept(word: str, meaning: str) -> None:
     listed = SampledSequence.model_validate({"stop_reason": word, "tokens": [1]})
     packed = SampledSequence.from_buffers(word, struct.pack("<i", 1))
-    for sequence in (listed, packed, pickle.loads(pickle.dumps(packed))):
+    for sequence in (listed, packed, *pickle.loads(pickle.dumps([listed, packed]))):
         assert (sequence.stop_reason, sequence.raw_stop_reason) == (meaning, word)
 
 
@@ -206,7 +206,7 @@ def test_a_wrong_call_names_the_field_the_value_and_the_fields_there_are() -> No
     with pytest.raises(TypeError, match="by position"):
         Example("a")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="twice"):
-        ForwardBackwardInput([], "ppo", data=[])  # type: ignore[call-arg]
+        ForwardBackwardInput([], "ppo", data=[])  # type: ignore[misc]
     assert issubclass(ValidationError, ValueError)
 
 
@@ -248,7 +248,7 @@ def test_reprs_are_short_and_hide_secrets() -> None:
     assert repr(Example.__new__(Example)) == "<Example, not finished>"
     with pytest.raises(ValidationError) as refused:
         SamplingParams(max_tokens=list(range(10_000)))  # type: ignore[arg-type]
-    assert len(str(refused.value)) < 200
+    assert str(refused.value) == "SamplingParams.max_tokens: expected an int, got list of 10000 entries"
 
 
 def test_values_are_fields_of_pydantic_models() -> None:
@@ -457,7 +457,16 @@ def test_a_checkpoint_path_is_taken_apart(kind: str, meaning: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["", "run/weights/a", "http://run/weights/a", "tinker://run/other/a", "tinker://run/weights/a/b", "tinker://r"],
+    [
+        "",
+        "run/weights/a",
+        "http://run/weights/a",
+        "tinker://run/other/a",
+        "tinker://run/weights/a/b",
+        "tinker:///weights/a",
+        "tinker://run/weights/",
+        "tinker://r",
+    ],
 )
 def test_what_is_no_checkpoint_path_is_refused_with_the_form_expected(path: str) -> None:
     with pytest.raises(ValidationError, match="tinker://<run>/<kind>/<name>"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import tracemalloc
 
 import pytest
 import zstandard
@@ -48,6 +49,20 @@ def test_a_bomb_is_stopped_at_the_limit(pack, encoding: str) -> None:
     bomb = pack(bytes(50_000_000))
     with pytest.raises(ValidationError, match="more than 1,000,000 bytes"):
         decompress(bomb, encoding, limit_bytes=1_000_000)
+
+
+def test_a_zstd_bomb_never_unfolds_in_memory() -> None:
+    out = io.BytesIO()
+    with zstandard.ZstdCompressor().stream_writer(out, closefd=False) as writer:
+        for _ in range(400):
+            writer.write(bytes(1_000_000))
+    bomb = out.getvalue()
+    tracemalloc.start()
+    with pytest.raises(ValidationError):
+        decompress(bomb, "zstd", limit_bytes=1_000_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 150_000_000
 
 
 @pytest.mark.parametrize(("pack", "encoding"), [(zstandard.compress, "zstd"), (gzip.compress, "gzip")])

@@ -60,8 +60,9 @@ def test_futures_carry_the_request_type_that_official_clients_send() -> None:
 
 
 def test_heartbeats_samples_polls_and_telemetry_never_share_a_pool() -> None:
-    kinds = (endpoints.SESSION_HEARTBEAT, endpoints.OPTIM_STEP, endpoints.ASAMPLE, endpoints.RETRIEVE_FUTURE)
-    assert [row.pool for row in (*kinds, endpoints.TELEMETRY)] == list(Pool)
+    sent = (endpoints.SESSION_HEARTBEAT, endpoints.OPTIM_STEP, endpoints.ASAMPLE)
+    polled = (endpoints.RETRIEVE_FUTURE, endpoints.RETRIEVE_FUTURES)
+    assert [row.pool for row in (*sent, *polled, endpoints.TELEMETRY)] == list(Pool)
 
 
 def test_every_answer_type_exists() -> None:

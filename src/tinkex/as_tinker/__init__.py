@@ -172,9 +172,7 @@ def _homes(name: str) -> tuple[str, ...] | None:
 def _is_type_file(name: str) -> bool:
     if name in _TYPE_FILES:
         return True
-    from tinkex import types
-
-    return name.islower() and name in {_snake_case(kind) for kind in types.__all__}
+    return name.islower() and name in {_snake_case(kind) for kind in importlib.import_module("tinkex.types").__all__}
 
 
 def _snake_case(name: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinkex.client._operation import Operation
 from tinkex.errors import APIError, AuthenticationError
@@ -36,6 +36,10 @@ class Auth:
     @property
     def has_token(self) -> bool:
         return self._token is not None
+
+    def claims(self) -> dict[str, Any]:
+        """What the token says about its owner; {} without a token."""
+        return _claims(self._token or "")
 
     async def start(self, connection: Connection) -> None:
         """Trade the key for a token, then keep it fresh in the background."""
@@ -70,7 +74,16 @@ class Auth:
 def _expiry(token: str) -> float:
     """The `exp` claim of a JWT; an unreadable one counts as expired, which leads to renewal."""
     try:
-        payload = token.split(".")[1]
-        return float(json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["exp"])
-    except (IndexError, ValueError, KeyError, TypeError):
+        return float(_claims(token)["exp"])
+    except (ValueError, KeyError, TypeError):
         return 0.0
+
+
+def _claims(token: str) -> dict[str, Any]:
+    """Read, not verified: the service that gave the token is the one that will be shown it."""
+    try:
+        payload = token.split(".")[1]
+        found = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    except (IndexError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

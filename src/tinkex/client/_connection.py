@@ -159,6 +159,7 @@ class Connection:
         try:
             async with asyncio.timeout(limit_s):
                 value = await work
+            self.end(operation, None)  # first, so that who has the result finds the status right
             resolve(future, value)
         except TimeoutError as problem:
             error = problem if isinstance(problem, DeadlineExceeded) else DeadlineExceeded(

@@ -49,7 +49,7 @@ async def dial(origin: Origin, context: ssl.SSLContext | None) -> Connection:
         _, chooser = await loop.create_connection(
             lambda: _Chooser(loop), origin.host, origin.port, ssl=tls, happy_eyeballs_delay=0.25
         )
-        return chooser.chosen()
+        return await chooser.chosen()
     proxy = urlsplit(origin.proxy)
     if proxy.scheme not in ("http", "") or not proxy.hostname:
         raise ConfigError(f"The proxy {proxy.scheme}://{proxy.hostname} is not supported: use an http:// proxy.")
@@ -83,8 +83,15 @@ class _Chooser(asyncio.Protocol):
         chosen.connection_made(transport)
         self._chosen = cast(Connection, chosen)
 
-    def chosen(self) -> Connection:
+    async def chosen(self) -> Connection:
         assert self._chosen is not None
+        if self._chosen.settled is not None:
+            try:
+                # A round trip at most, once for each connection: a burst must not start more than the service takes.
+                await self._chosen.settled
+            except BaseException:
+                self._chosen.close()
+                raise
         return self._chosen
 
 
@@ -130,7 +137,7 @@ async def _tunnel(
             raise OSError("the connection was lost while TLS was negotiated")
         # start_tls does not call connection_made on the new protocol.
         chooser.connection_made(upgraded)
-        return chooser.chosen()
+        return await chooser.chosen()
     except BaseException:
         transport.abort()
         raise

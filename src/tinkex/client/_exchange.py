@@ -39,7 +39,7 @@ class Exchange:
 
     __slots__ = (
         "_is_ended", "_news", "_pieces", "_resume", "abandon", "begun", "buffered", "ended", "error", "headers",
-        "is_streamed", "release", "status",
+        "is_streamed", "last_activity", "release", "status",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop, is_streamed: bool) -> None:
@@ -50,6 +50,8 @@ class Exchange:
         self.headers: dict[str, str] = {}
         self.error: Exception | None = None
         self.buffered = 0
+        self.last_activity = loop.time()
+        """When a byte of this exchange last came or went. Others on the same connection do not count."""
         self.release: Callable[[], None] = _nothing
         """Gives the place on the connection back: called once, when the exchange has ended."""
         self.abandon: Callable[[], None] = _nothing
@@ -129,13 +131,15 @@ class Connection(Protocol):
     last_activity: float
     idle_since: float
     was_used: bool
+    settled: asyncio.Future[None] | None
+    """Done when the service has said how many exchanges it takes; None where that is not a question."""
 
     def start(self, request: Request, exchange: Exchange) -> None: ...
 
     def abandon(self, exchange: Exchange) -> None:
         """Nobody waits for this answer any more."""
 
-    def unsent_bytes(self) -> int: ...
+    def unsent_bytes(self, exchange: Exchange) -> int: ...
 
     def close(self) -> None: ...
 

@@ -80,7 +80,7 @@ class Handle:
         endpoint: Endpoint,
         body: Callable[[Dialect], Body] | None = None,
         *,
-        path: str | None = None,
+        path: str | Callable[[Dialect], str] | None = None,
         read: Callable[[Any], Any] | None = None,
         headers: Mapping[str, str] | None = None,
         needs_session: bool = False,
@@ -93,8 +93,9 @@ class Handle:
             dialect = await connection.ready()
             if needs_session:
                 await self._session.id()
+            place = path(dialect) if callable(path) else path
             answer = await call(
-                connection, endpoint, body(dialect) if body else None, operation=operation, path=path, headers=headers
+                connection, endpoint, body(dialect) if body else None, operation=operation, path=place, headers=headers
             )
             if read is not None:
                 return read(answer)

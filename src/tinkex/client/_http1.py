@@ -18,6 +18,7 @@ class Http1(asyncio.Protocol):
     """Written and read on the loop thread."""
 
     capacity = 1
+    settled: asyncio.Future[None] | None = None
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, proxy_authorization: str | None = None, via_proxy: bool = False
@@ -54,7 +55,7 @@ class Http1(asyncio.Protocol):
             self._exchange = None
             self.close()
 
-    def unsent_bytes(self) -> int:
+    def unsent_bytes(self, exchange: Exchange) -> int:
         return 0 if self.is_closed else self._transport.get_write_buffer_size()
 
     def close(self) -> None:
@@ -87,6 +88,7 @@ class Http1(asyncio.Protocol):
         if self._exchange is None:
             self.close()  # an answer that nobody asked for
             return
+        self._exchange.last_activity = self.last_activity
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as problem:

@@ -11,6 +11,7 @@ import h2.errors
 import h2.events
 import h2.exceptions
 import h2.settings
+from h2.connection import ConnectionInputs, ConnectionState
 
 from tinkex.client._exchange import Exchange, Lost, Request
 
@@ -25,12 +26,23 @@ _CONFIG = h2.config.H2Configuration(
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "host", "transfer-encoding", "upgrade", "proxy-connection"})
 
 
+class _Patient(h2.connection.H2ConnectionStateMachine):
+    """Reads on after a GOAWAY, where h2 would refuse every further frame: gateways say it while answers are on their
+    way (each time a connection has served its thousand requests), and go on with those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        open_, goaway = ConnectionState.CLIENT_OPEN, ConnectionInputs.RECV_GOAWAY
+        self._transitions = {**self._transitions, (open_, goaway): (None, open_)}
+
+
 class Http2(asyncio.Protocol):
     """Written and read on the loop thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._h2 = h2.connection.H2Connection(_CONFIG)
+        self._h2.state_machine = _Patient()
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._streams: dict[int, Exchange] = {}
         self._numbers: dict[Exchange, int] = {}
@@ -41,6 +53,7 @@ class Http2(asyncio.Protocol):
         self.in_use = 0
         self.is_closed = False
         self.was_used = False
+        self.settled: asyncio.Future[None] | None = loop.create_future()
         self.last_activity = self.idle_since = loop.time()
 
     # -- what the pool asks -----------------------------------------------------------------------------------------
@@ -55,11 +68,15 @@ class Http2(asyncio.Protocol):
         headers += [(name.lower(), value) for name, value in request.headers.items() if name not in _HOP_BY_HOP]
         if request.content:
             headers.append(("content-length", str(len(request.content))))
-        number = self._h2.get_next_available_stream_id()
+        try:
+            number = self._h2.get_next_available_stream_id()
+            self._h2.send_headers(number, headers, end_stream=not request.content)
+        except h2.exceptions.ProtocolError as problem:
+            self.capacity = 0  # no stream can be opened here any more
+            exchange.fail(Lost(f"the connection takes no more requests ({problem})", is_untouched=True))
+            return
         self._streams[number] = exchange
         self._numbers[exchange] = number
-        self.last_activity = self._loop.time()
-        self._h2.send_headers(number, headers, end_stream=not request.content)
         if request.content:
             self._unsent[number] = memoryview(request.content)
         self._pump()
@@ -70,12 +87,12 @@ class Http2(asyncio.Protocol):
             return
         self._forget(number)
         if not self.is_closed:
-            self._h2.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
+            self._reset(number)
             self._flush()
 
-    def unsent_bytes(self) -> int:
+    def unsent_bytes(self, exchange: Exchange) -> int:
         held = 0 if self.is_closed else self._transport.get_write_buffer_size()
-        return held + sum(map(len, self._unsent.values()))
+        return held + len(self._unsent.get(self._numbers.get(exchange, 0), b""))
 
     def close(self) -> None:
         self.is_closed = True
@@ -101,6 +118,9 @@ class Http2(asyncio.Protocol):
     def connection_lost(self, problem: Exception | None) -> None:
         self.is_closed = True
         reason = str(problem) if problem else "closed by the service"
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_exception(OSError(f"connection lost ({reason})"))
+            self.settled.exception()  # seen by whoever waits; nobody may be left to
         for number in list(self._streams):
             self._fail(number, Lost(f"connection lost ({reason})"))
 
@@ -126,6 +146,8 @@ class Http2(asyncio.Protocol):
             case h2.events.StreamEnded(stream_id=number) if number in self._streams:
                 exchange = self._streams[number]
                 self._numbers.pop(exchange, None)
+                if number in self._unsent:  # answered before it had all of the body: it wants no more of it
+                    self._reset(number)
                 self._forget(number)
                 exchange.finish()
             case h2.events.StreamReset(stream_id=number) if number in self._streams:
@@ -139,6 +161,8 @@ class Http2(asyncio.Protocol):
                 if not self._streams:
                     self.close()
             case h2.events.RemoteSettingsChanged():
+                if self.settled is not None and not self.settled.done():
+                    self.settled.set_result(None)
                 if self.capacity:
                     self.capacity = max(1, min(STREAMS, self._h2.remote_settings.max_concurrent_streams))
 
@@ -147,11 +171,14 @@ class Http2(asyncio.Protocol):
         for name, value in pairs:
             headers[name] = value if name not in headers else f"{headers[name]}, {value}"
         status = int(headers.pop(":status"))
+        self._streams[number].last_activity = self.last_activity
         self._streams[number].begin(status, headers, lambda: self._acknowledge(number))
 
     def _take(self, number: int, data: bytes, flow_bytes: int) -> None:
         exchange = self._streams.get(number)
         self._unread[number] = self._unread.get(number, 0) + flow_bytes
+        if exchange is not None:
+            exchange.last_activity = self.last_activity
         if exchange is None or exchange.feed(data):
             self._acknowledge(number)  # room for more; a full buffer gives it later, through `resume`
 
@@ -160,6 +187,12 @@ class Http2(asyncio.Protocol):
         if flow_bytes and not self.is_closed:
             self._h2.acknowledge_received_data(flow_bytes, number)
             self._flush()
+
+    def _reset(self, number: int) -> None:
+        try:
+            self._h2.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
+        except h2.exceptions.ProtocolError:
+            pass  # the service was quicker
 
     def _fail(self, number: int, problem: Lost) -> None:
         exchange = self._streams[number]

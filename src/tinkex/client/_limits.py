@@ -33,6 +33,7 @@ class Gate:
         self._slow_until = 0.0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = 0.0
 
     async def acquire(self, size_bytes: int = 0) -> None:
         """Wait for a place. Who acquires must release with the same size."""
@@ -101,10 +102,18 @@ class Gate:
             waiters.popleft()
             self._take(size_bytes)
             waiter.set_result(None)
-        if waiters and self._slow_until and self._timer is None:
+        if waiters and self._slow_until:
             now = self._clock.now()
-            wake_at = self._closed_until if now < self._closed_until else self._slow_until
-            self._timer = asyncio.get_running_loop().call_later(max(wake_at - now, 0.001), self._ring)
+            self._ring_at(self._closed_until if now < self._closed_until else self._slow_until, now)
+
+    def _ring_at(self, wake_at: float, now: float) -> None:
+        """Look again at that time. A second back-off may close a gate that was only slow: then earlier than was set."""
+        if self._timer is not None:
+            if self._rings_at <= wake_at:
+                return
+            self._timer.cancel()
+        self._rings_at = wake_at
+        self._timer = asyncio.get_running_loop().call_later(max(wake_at - now, 0.001), self._ring)
 
     def _ring(self) -> None:
         self._timer = None

@@ -35,7 +35,7 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
     is_binary = dialect is Dialect.PROTO and endpoint.answer in BINARY
     retrieve = RETRIEVE_SAMPLE if endpoint is ASAMPLE else RETRIEVE_FUTURE
     headers = {"x-tinker-request-type": endpoint.request_type, "accept": PROTOBUF if is_binary else JSON}
-    accepted_at = operation.last_answer_at = clock.now()
+    accepted_at = polled_at = operation.last_answer_at = clock.now()
     quick = faults = iteration = reserved = 0
     try:
         while True:
@@ -44,8 +44,8 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
             iteration += 1
             operation.polls += 1
             connection.stats.polls += 1
-            # Sizes are asked for first only where answers can be large: their bytes are then reserved before fetching.
-            wants_size = is_binary and not reserved
+            # The size of a large answer is told first: its bytes are then reserved before it is fetched.
+            wants_size = dialect is Dialect.PROTO and not reserved
             body = bodies.retrieve_future(request_id, wants_size, dialect=dialect)
             try:
                 answer = await send(connection, retrieve, body, headers=headers, timeout_s=POLL_TIMEOUT_S)
@@ -74,7 +74,8 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
                 await connection.limiter.answers.acquire(read.size)
                 reserved = read.size
                 continue
-            _note_queue(operation, request_id, read, now - started)
+            _note_queue(operation, request_id, read, now - polled_at)
+            polled_at = now
             quick = quick + 1 if now - started < QUICK_S else 0
             await clock.sleep(poll_delay(Poll.PENDING, max(quick - 1, 0), took_s=now - started))
     finally:

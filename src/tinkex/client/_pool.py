@@ -15,7 +15,10 @@ from tinkex.client._exchange import Connection, Exchange, Lost, Request, Silent
 log = logging.getLogger("tinkex.http")
 CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 60.0
+NO_FILES = (errno.EMFILE, errno.ENFILE)
 SPARE_FILES = 8
+ASSUMED_STREAMS = 100
+"""Behind TLS there may be HTTP/2: the first connection is waited for, instead of opening one for each request."""
 
 
 class ConnectTimeout(OSError):
@@ -33,6 +36,8 @@ class ConnectionPool:
         self._connections: list[Connection] = []
         self._idle: deque[Connection] = deque()
         self._opening = 0
+        self._streams = ASSUMED_STREAMS if origin.scheme == "https" else 1
+        """How many exchanges a new connection will carry: known once one is open."""
         self._waiters: deque[asyncio.Future[Connection | None]] = deque()
         self._reaper: asyncio.TimerHandle | None = None
 
@@ -82,13 +87,15 @@ class ConnectionPool:
         """Time is up if nothing has moved in either direction; a slow line that moves may take longer."""
         if exchange.ended.done():
             return
-        unsent = connection.unsent_bytes()
-        silent_s = self._loop.time() - connection.last_activity
+        unsent = connection.unsent_bytes(exchange)
+        silent_s = self._loop.time() - exchange.last_activity
         if 0 < unsent < unsent_before or silent_s < timeout_s * 0.99:
             wait_s = timeout_s if unsent else max(timeout_s - silent_s, 0.01)
             self._loop.call_later(wait_s, self._check_silence, connection, exchange, timeout_s, unsent)
             return
         connection.abandon(exchange)
+        if self._loop.time() - connection.last_activity >= timeout_s * 0.99:
+            connection.close()  # not this exchange alone: the line is dead, and those who come next need another
         exchange.fail(
             Silent(f"nothing came for {timeout_s:.0f} s" if timeout_s >= 1 else f"nothing came for {timeout_s} s")
         )
@@ -105,11 +112,13 @@ class ConnectionPool:
             if connection is not None:
                 connection.in_use += 1
                 return connection
-            if self.size < self._limit:
+            # Places that the connections being opened will have, beyond those for whoever opens them.
+            coming = self._opening * (self._streams - 1)
+            if self.size < self._limit and len(self._waiters) >= coming:
                 try:
                     return await self._open()
                 except OSError as problem:
-                    if problem.errno not in (errno.EMFILE, errno.ENFILE) or not self._connections:
+                    if problem.errno not in NO_FILES or not self._connections:
                         raise
                     # Too many open files: make do with fewer, instead of failing what could wait.
                     self._limit = max(len(self._connections) - SPARE_FILES, 1)
@@ -122,8 +131,13 @@ class ConnectionPool:
             try:
                 handed = await waiter
             except asyncio.CancelledError:
-                if waiter.done() and not waiter.cancelled() and (given := waiter.result()) is not None:
-                    self._release(given)  # handed over and cancelled in the same tick
+                # Woken and cancelled in the same tick: what was meant for it goes to the next.
+                if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                    given = waiter.result()
+                    if given is None:
+                        self._wake_one(None)
+                    else:
+                        self._release(given)
                 raise
             if handed is not None:
                 if not handed.is_closed:
@@ -146,19 +160,37 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await dial(self._origin, self._context)
-        except TimeoutError:
-            raise ConnectTimeout(f"no connection within {CONNECT_TIMEOUT_S:.0f} s") from None
-        finally:
+        except OSError as problem:  # TimeoutError is one
             self._opening -= 1
-            # Failed: somebody who waited for a place may try.
+            if isinstance(problem, TimeoutError):
+                problem = ConnectTimeout(f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
+            if problem.errno not in NO_FILES:
+                self._disappoint(problem)
             self._wake_one(None)
+            raise problem from None
+        except BaseException:
+            self._opening -= 1
+            self._wake_one(None)  # given up by its caller, not by the service: the next may try
+            raise
+        self._opening -= 1
         connection.in_use = 1
         self._connections.append(connection)
+        self._streams = connection.capacity
         if connection.capacity > 1:
             self._idle.append(connection)
-            for _ in range(min(connection.capacity - 1, len(self._waiters))):
-                self._wake_one(None)
+        # Those who find place on it; or, if it carries one exchange only, those who may now open their own.
+        for _ in range(connection.capacity - 1 or self._limit - self.size):
+            self._wake_one(None)
         return connection
+
+    def _disappoint(self, problem: OSError) -> None:
+        """A connection could not be opened: those who waited for places on it hear so at once, not one by one."""
+        for _ in range(self._streams - 1):
+            if not self._waiters:
+                return
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_exception(problem)
 
     def _release(self, connection: Connection) -> None:
         connection.in_use -= 1

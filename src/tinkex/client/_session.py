@@ -71,7 +71,7 @@ class Session:
     ) -> None:
         self.config = config
         self._user_metadata = dict(user_metadata) if user_metadata is not None else None
-        self._project_id = project_id or config.project_id
+        self.project_id = project_id or config.project_id
         self._display_name = display_name
         self._lock = threading.Lock()
         self._model_seq = itertools.count()
@@ -142,7 +142,7 @@ class Session:
                 self.config.tags,
                 self._user_metadata,
                 PROTOCOL_VERSION,
-                self._project_id,
+                self.project_id,
                 self._display_name,
                 dialect=dialect,
             )

@@ -25,7 +25,7 @@ _CANCELLED = {
 }
 
 
-class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg]
+class APIFuture(concurrent.futures.Future[T], Generic[T]):
     """The result of an operation, now or later.
 
     >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")
@@ -47,7 +47,7 @@ class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg
         self._is_observed = True
         if self._is_open:
             self._refuse_impossible_wait()
-        return super().result(timeout)  # type: ignore[no-any-return]
+        return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._is_observed = True
@@ -71,7 +71,7 @@ class APIFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-arg
             post = mailbox_of(loop).post
             self.add_done_callback(lambda _: post(_wake, waiter))
             yield from waiter
-        return super().result(0)  # type: ignore[no-any-return]
+        return super().result(0)
 
     def add_done_callback(self, fn: Callable[[APIFuture[T]], object]) -> None:
         """Call `fn(future)` when it is done, on the thread that settles it; it must be quick and must not block."""

@@ -19,7 +19,7 @@ from tinkex.client._handle import Handle
 from tinkex.client._operation import Operation
 from tinkex.client._session import Session
 from tinkex.client.future import APIFuture
-from tinkex.errors import APIResponseValidationError, RequestFailedError
+from tinkex.errors import APIResponseValidationError, RequestFailedError, ValidationError
 from tinkex.types import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -39,6 +39,7 @@ from tinkex.types import (
     WhoamiResponse,
 )
 from tinkex.wire import bodies, endpoints, json_codec
+from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
 
 ARCHIVE_VALID = dt.timedelta(minutes=15)
@@ -56,8 +57,14 @@ class _Rest(Handle):
     def _call(
         self, method: str, endpoint: Endpoint, query: Mapping[str, Any] | None = None, body: Any = None, **parts: str
     ) -> APIFuture[Any]:
-        given = {name: value for name, value in (query or {}).items() if value is not None}
-        path = endpoint.url(**parts) + (f"?{urlencode(given)}" if given else "")
+        place = endpoint.url(**parts)
+
+        def path(dialect: Dialect) -> str:
+            given = {name: value for name, value in (query or {}).items() if value is not None}
+            if dialect is Dialect.JSON and given.get("access_scope") == "owned":
+                del given["access_scope"]  # unknown to services of that age, which know of no other
+            return place + (f"?{urlencode(given)}" if given else "")
+
         headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
         return self._ask(endpoint, body, path=path, headers=headers)
 
@@ -237,6 +244,11 @@ class RestClient(_Account):
 
     def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
         """Addresses of the files written by `TrainingClient.save_weights_external`."""
+        if _parsed(tinker_path).checkpoint_type != "external":
+            raise ValidationError(
+                f"{tinker_path} has no files to download. TrainingClient.save_weights_external(name) writes some: "
+                "tinker://…/external_weights/…"
+            )
         return self._on_checkpoint("get_external_weights_urls", endpoints.EXTERNAL_WEIGHTS_URLS, tinker_path)
 
     async def get_external_weights_urls_async(self, tinker_path: str) -> ExternalWeightsUrlsResponse:
@@ -340,7 +352,20 @@ class RestClient(_Account):
         return await self.get_sampler(sampler_id)
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
-        return self._call("whoami", endpoints.WHOAMI)
+        """Whose key this is."""
+        connection = self._session.connect()
+        operation = Operation("whoami", connection.clock.now(), session=self._session)
+
+        async def work() -> WhoamiResponse:
+            await connection.ready()
+            claims = connection.auth.claims()
+            if claims.get("sub"):  # a token says it all
+                return WhoamiResponse(
+                    user_urn=str(claims["sub"]), org_urn=str(claims.get("org_id") or ""), email=claims.get("email")
+                )
+            return await self._call("whoami", endpoints.WHOAMI)  # type: ignore[no-any-return]
+
+        return connection.run(operation, work)
 
     def _on_checkpoint(self, method: str, endpoint: Endpoint, tinker_path: str, body: Any = None) -> APIFuture[Any]:
         parsed = _parsed(tinker_path)
@@ -369,9 +394,13 @@ def copy_weights(
     connection = session.connect()
     operation = Operation("copy_weights", connection.clock.now(), session=session)
 
+    project_id = destination_project_id or (session.project_id if into_session else None)
+
     async def work() -> str:
-        session_id = await session.id() if into_session else None
-        seq = session.next_model_seq() if into_session else None
+        # Without a project of its own the copy belongs to the session.
+        joins = into_session and project_id is None
+        session_id = await session.id() if joins else None
+        seq = session.next_model_seq() if joins else None
         headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": "copy_weights"}
         if weights_access_token:
             headers["x-tinker-weights-access-token"] = weights_access_token
@@ -379,11 +408,10 @@ def copy_weights(
             endpoints.COPY_WEIGHTS,
             lambda dialect: bodies.copy_weights(
                 path,
-                destination_project_id=destination_project_id,
+                destination_project_id=project_id,
                 session_id=session_id,
                 model_seq_id=seq,
                 ttl_seconds=ttl_seconds,
-                weights_access_token=weights_access_token,
             ),
             headers=headers,
         )
@@ -401,7 +429,7 @@ def _parsed(tinker_path: str) -> ParsedCheckpointTinkerPath:
 
 
 def _iso(moment: dt.datetime | str) -> str:
-    return moment if isinstance(moment, str) else moment.isoformat()
+    return moment if isinstance(moment, str) else moment.isoformat().replace("+00:00", "Z")
 
 
 def _expires(text: str | None, now: dt.datetime) -> dt.datetime:

@@ -15,7 +15,7 @@ from tinkex.client._submit import submit
 from tinkex.client.future import APIFuture
 from tinkex.client.sampling import SamplingClient, create_sampling_client, learn_context_lengths
 from tinkex.client.training import TrainingClient
-from tinkex.errors import NotFoundError, ValidationError
+from tinkex.errors import APIResponseValidationError, NotFoundError, ValidationError
 from tinkex.types import (
     GetServerCapabilitiesResponse,
     LoraConfig,
@@ -210,6 +210,8 @@ class ServiceClient(Handle):
         optimizer: OptimizerConfig | None,
     ) -> APIFuture[TrainingClient]:
         _validate.check_metadata(user_metadata)
+        if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+            raise ValidationError("Nothing to train: leave at least one of train_mlp, train_attn, train_unembed True.")
         operation = self._session.operation("create_model")
         connection = self._session.connect()
         operation.observers = (self._observer(),)
@@ -255,13 +257,31 @@ class ServiceClient(Handle):
         connection = self._session.connect()
 
         async def work() -> TrainingClient:
-            await self._session.id()
+            session_id = await self._session.id()
+            if connection.server.create_model_via_load_weights:
+                wait = await submit(
+                    connection,
+                    operation,
+                    endpoints.LOAD_WEIGHTS,
+                    self._session.next_model_seq(),
+                    lambda seq, _: bodies.create_model_from_weights(
+                        session_id,
+                        seq,
+                        path,
+                        with_optimizer,
+                        base_model,
+                        user_metadata,
+                        optimizer,
+                        weights_access_token,
+                    ),
+                )
+                made = await wait
+                if made.model_id is None:
+                    raise APIResponseValidationError(message="The service loaded the weights but named no model.")
+                return TrainingClient(self._session, made.model_id, base_model=base_model)
             info, metadata = await self._saved(path, weights_access_token)
-            flags = {
-                name: getattr(info, name)
-                for name in ("train_unembed", "train_mlp", "train_attn")
-                if getattr(info, name) is not None
-            }
+            # A service that does not say trained all parts: there was no other way when it was written.
+            flags = {name: getattr(info, name) is not False for name in ("train_unembed", "train_mlp", "train_attn")}
             lora = LoraConfig(rank=info.lora_rank or 32, seed=None, **flags)
             if metadata is not None or user_metadata is not None:
                 metadata = {**(metadata or {}), **(user_metadata or {})}
@@ -280,7 +300,7 @@ class ServiceClient(Handle):
         connection = self._session.connect()
         if await connection.ready() is Dialect.PROTO:
             try:
-                headers = {"x-tinker-weights-access-token": weights_access_token} if weights_access_token else None
+                headers = {"x-api-key": weights_access_token} if weights_access_token else None
                 info = await self._ask(
                     endpoints.WEIGHTS_INFO, lambda dialect: bodies.weights_info(path), headers=headers
                 )

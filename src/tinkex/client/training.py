@@ -359,8 +359,9 @@ class TrainingClient(Handle):
         return self._single(
             "load_state",
             endpoints.LOAD_WEIGHTS,
+            # An old service knows no `optimizer`: it is told only what it could not guess.
             lambda seq, dialect: bodies.load_weights(
-                self.model_id, seq, path, optimizer, weights_access_token, dialect=dialect
+                self.model_id, seq, path, optimizer or None, weights_access_token, dialect=dialect
             ),
         )
 

@@ -74,10 +74,10 @@ _MODULES = {
     """,
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = list(_HOMES)
 
-
-if not TYPE_CHECKING:  # a type checker would take any name for granted
+if not TYPE_CHECKING:
+    # Type checkers read the imports above instead: they cannot follow a table, and take any name for granted here.
+    __all__ = list(_HOMES)
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

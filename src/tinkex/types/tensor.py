@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 from tinkex.errors import MissingExtra, ValidationError
 from tinkex.types.base import ABSENT, Value, field
 from tinkex.types.coerce import Mismatch, describe
-from tinkex.types.packed import WIDTHS, Buffer, Code, TensorDtype, array_over, fits_index, numpy_for, pack, unpack
+from tinkex.types.packed import WIDTHS, Buffer, Code, array_over, fits_index, numpy_for, pack, unpack
+from tinkex.types.packed import TensorDtype as TensorDtype
 
 if TYPE_CHECKING:
     import numpy as np

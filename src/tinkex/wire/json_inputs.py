@@ -61,12 +61,19 @@ def write_data(data: Sequence[Datum]) -> list[dict[str, Any]]:
     out = []
     for index, datum in enumerate(data):
         tensors = {
-            name: write_tensor(tensor, f"data[{index}].loss_fn_inputs[{name!r}]")
+            name: write_tensor(_dense(tensor), f"data[{index}].loss_fn_inputs[{name!r}]")
             for name, tensor in datum.loss_fn_inputs.items()
         }
         # Sent once, as a rule: nothing is kept for a second time.
         out.append({"loss_fn_inputs": tensors, "model_input": _as_json(datum.model_input)})
     return out
+
+
+def _dense(tensor: TensorData) -> TensorData:
+    """Services of this dialect's age know no sparse tensors."""
+    if not tensor.is_sparse:
+        return tensor
+    return TensorData.from_list(tensor.tolist(), key="target_tokens" if tensor.dtype == "int64" else "weights")
 
 
 def write_tensor(tensor: TensorData, place: str) -> dict[str, Any]:

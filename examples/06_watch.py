@@ -1,0 +1,54 @@
+"""What is going on: events, statistics, a future's status, and why the service lets work wait.
+
+python examples/06_watch.py [base model]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import tinkex
+from tinkex.events import RetryEvent, StepEvent
+
+MODEL = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-8B"
+
+
+def main() -> None:
+    # Listeners and observers run on the SDK's own thread: they must be quick and must not wait for the SDK.
+    steps: list[StepEvent] = []
+    retries: list[RetryEvent] = []
+    waits: list[tuple[str, str | None]] = []
+    endings = [tinkex.on("step", steps.append), tinkex.on("retry", retries.append)]
+
+    with tinkex.ServiceClient() as service:
+        training = service.create_lora_training_client(MODEL, rank=16)
+        training.on_queue_state(lambda state, reason: waits.append((state, reason)))
+        example = tinkex.Datum(
+            tinkex.ModelInput.from_ints([101, 7, 23]), {"target_tokens": [7, 23, 42], "weights": [1.0, 1.0, 1.0]}
+        )
+        future = training.forward_backward([example], "cross_entropy")
+        try:
+            future.result(timeout=0.01)  # a waiter's timeout does not touch the work
+        except TimeoutError:
+            print(f"still {future.status().state}")
+        print(f"loss {future.result().metrics['loss:sum']:.3f}")
+        print(f"done after {future.status().polls} polls")
+
+        stats = service.stats()
+        print(f"{stats['requests']} requests, {stats['retries']} retries, {stats['sent_bytes']} bytes sent")
+
+    for end in endings:
+        end()
+    for retry in retries:
+        print(f"{retry.endpoint}: attempt {retry.attempt} failed, the next came {retry.delay_s:.2f} s later")
+    for state, reason in waits:
+        print(f"the queue was {state}: {reason}")
+    for step in steps:
+        print(
+            f"{step.operation}: {step.seconds:.3f} s = submit {step.submit_s:.3f} + queue {step.queue_s:.3f} "
+            f"+ compute {step.compute_s:.3f} + fetch {step.fetch_s:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
