@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test test-full check format bench golden clean
+.PHONY: help test test-full check format docs bench golden cookbook clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,11 +25,18 @@ check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples
 	$(BIN)/pyright
 
 format: $(READY)  ## mend formatting and what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(READY)  ## write the generated pages anew
+	$(BIN)/python scripts/make_docs.py
+
+cookbook: $(READY)  ## import every module of tinker-cookbook through the alias (ten minutes, own environment)
+	$(BIN)/python tests/as_tinker/cookbook_imports.py
 
 bench: $(READY)  ## what our client costs beside the official ones (throw-away environments)
 	$(BIN)/python benchmarks/client_cost.py

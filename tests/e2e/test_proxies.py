@@ -107,6 +107,21 @@ def test_a_service_on_this_machine_is_not_reached_through_a_proxy_of_the_environ
     assert proxy.seen == []
 
 
+def test_a_proxy_that_was_set_later_is_used_by_clients_made_later(
+    proto_service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> tinkex.ServiceClient:
+        return tinkex.ServiceClient(base_url=Elsewhere(proto_service).url, api_key=f"tml-{id(proto_service)}")
+
+    with make() as before, Proxy() as proxy:
+        assert before.get_server_capabilities().supported_models
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        with make() as after:
+            assert after.get_server_capabilities().supported_models
+        assert before.get_server_capabilities().supported_models
+        assert len(proxy.seen) > 0
+
+
 @pytest.mark.parametrize("how", ["argument", "variable"])
 def test_a_proxy_that_was_meant_for_us_is_used_for_every_address(
     service: ScriptedService, connect: Connect, monkeypatch: pytest.MonkeyPatch, how: str

@@ -271,7 +271,7 @@ def test_no_more_exchanges_at_once_than_the_service_allows(
     proto_service: ScriptedService, connect: Connect, authority: Authority
 ) -> None:
     with (
-        Frames(proto_service, authority.certify("127.0.0.1"), Odd(""), streams=4) as server,
+        Frames(proto_service, authority.certify("127.0.0.1"), Odd(""), streams=4, settings_after_s=0.05) as server,
         connect(server, ca_file=authority.file, pools={"sample": 2, "retrieve_samples": 2}) as client,
     ):
         sampler = client.create_sampling_client(base_model=MODEL)
@@ -333,6 +333,10 @@ def test_a_line_that_went_dead_without_a_word_is_replaced(
     ):
         training = client.create_lora_training_client(MODEL)
         training.optim_step(step()).result(20)
+        asked = [client.create_rest_client().list_training_runs() for _ in range(5)]
+        assert all(future.result(20) for future in asked)
         line.die()
-        assert training.optim_step(step()).result(10) is not None
+        future = training.optim_step(step())
+        assert future.result(10) is not None
+        assert future.status().attempts == 2  # however many lines were open, one is enough to learn it from
     assert [seq_id for _, seq_id, _ in proto_service.executed] == [1, 2]

@@ -178,11 +178,18 @@ class Frames(_Threaded):
     """
 
     def __init__(
-        self, service: ScriptedService, certificate: str, oddity: Callable[[Request], str], streams: int = 100
+        self,
+        service: ScriptedService,
+        certificate: str,
+        oddity: Callable[[Request], str],
+        *,
+        streams: int = 100,
+        settings_after_s: float = 0.0,
     ) -> None:
         self._service = service
         self._oddity = oddity
         self._streams = streams
+        self._settings_after_s = settings_after_s
         self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._tls.load_cert_chain(certificate)
         self._tls.set_alpn_protocols(["h2"])
@@ -208,6 +215,7 @@ class Frames(_Threaded):
         allowed = {SettingCodes.MAX_CONCURRENT_STREAMS: self._streams}
         link.local_settings = Settings(client=False, initial_values=allowed)
         link.initiate_connection()
+        await asyncio.sleep(self._settings_after_s)
         writer.write(link.data_to_send())
         wanted: dict[int, tuple[Request, str]] = {}
         tasks: set[asyncio.Task[None]] = set()

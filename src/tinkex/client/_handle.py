@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
@@ -22,6 +23,16 @@ from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
 
 CONSOLE = "https://tinker.thinkingmachines.ai"
+
+
+def warn_of_retry_config(retry_config: Any) -> None:
+    """The official package's per-sampler retry settings: taken, so that programs run, but there is one retry layer."""
+    if retry_config is not None:
+        warnings.warn(
+            "retry_config is ignored: retries are settled once, by max_retries, unreachable_s and deadline_s of "
+            "ServiceClient or the environment.",
+            stacklevel=3,
+        )
 
 
 class Handle:

@@ -37,6 +37,7 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
     headers = {"x-tinker-request-type": endpoint.request_type, "accept": PROTOBUF if is_binary else JSON}
     accepted_at = polled_at = operation.last_answer_at = clock.now()
     quick = faults = iteration = reserved = 0
+    has_size = False
     try:
         while True:
             started = clock.now()
@@ -45,7 +46,7 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
             operation.polls += 1
             connection.stats.polls += 1
             # The size of a large answer is told first: its bytes are then reserved before it is fetched.
-            wants_size = dialect is Dialect.PROTO and not reserved
+            wants_size = dialect is Dialect.PROTO and not has_size
             body = bodies.retrieve_future(request_id, wants_size, dialect=dialect)
             try:
                 answer = await send(connection, retrieve, body, headers=headers, timeout_s=POLL_TIMEOUT_S)
@@ -72,14 +73,14 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
             if isinstance(read, envelope.Metadata):
                 _tell(operation, request_id, "metadata")
                 await connection.limiter.answers.acquire(read.size)
-                reserved = read.size
+                reserved, has_size = read.size, True
                 continue
             _note_queue(operation, request_id, read, now - polled_at)
             polled_at = now
             quick = quick + 1 if now - started < QUICK_S else 0
             await clock.sleep(poll_delay(Poll.PENDING, max(quick - 1, 0), took_s=now - started))
     finally:
-        if reserved:
+        if has_size:
             connection.limiter.answers.release(reserved)
 
 

@@ -95,7 +95,10 @@ class ConnectionPool:
             return
         connection.abandon(exchange)
         if self._loop.time() - connection.last_activity >= timeout_s * 0.99:
-            connection.close()  # not this exchange alone: the line is dead, and those who come next need another
+            # Not this exchange alone: the line is dead. Those that lay idle meanwhile are no better, and who comes next
+            # must not find that out one by one.
+            connection.close()
+            self._drop_idle()
         exchange.fail(
             Silent(f"nothing came for {timeout_s:.0f} s" if timeout_s >= 1 else f"nothing came for {timeout_s} s")
         )
@@ -225,6 +228,12 @@ class ConnectionPool:
             self._connections.remove(connection)
         if not connection.is_closed:
             connection.close()
+
+    def _drop_idle(self) -> None:
+        idle, self._idle = self._idle, deque(kept for kept in self._idle if kept.in_use)
+        for connection in idle:
+            if not connection.in_use:
+                self._drop(connection)
 
     def _reap(self) -> None:
         """Close what has been idle for long, so that a burst does not hold its connections for ever."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex import settings
 from tinkex.client import _validate
-from tinkex.client._handle import Handle
+from tinkex.client._handle import Handle, warn_of_retry_config
 from tinkex.client._session import Session
 from tinkex.client._submit import submit
 from tinkex.client.future import APIFuture
@@ -148,6 +148,7 @@ class ServiceClient(Handle):
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """A sampler of a base model, or of weights saved for sampling."""
+        warn_of_retry_config(retry_config)
         return create_sampling_client(
             self._session, model_path=model_path, base_model=base_model, record_stability_info=record_stability_info
         ).result()
@@ -159,6 +160,7 @@ class ServiceClient(Handle):
         retry_config: Any = None,
         record_stability_info: bool = False,
     ) -> SamplingClient:
+        warn_of_retry_config(retry_config)
         return await create_sampling_client(
             self._session, model_path=model_path, base_model=base_model, record_stability_info=record_stability_info
         )

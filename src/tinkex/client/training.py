@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tinkex.client import _chunks, _validate, custom_loss
-from tinkex.client._handle import Handle
+from tinkex.client._handle import Handle, warn_of_retry_config
 from tinkex.client._lane import Lane, Turn, inside_custom_loss
 from tinkex.client._session import Session
 from tinkex.client._worker import in_thread
@@ -234,21 +234,25 @@ class TrainingClient(Handle):
         self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """A sampler of the weights as they are after everything called so far. Ephemeral: it ends with the session."""
+        warn_of_retry_config(retry_config)
         return self._ephemeral(name, record_stability_info).result()
 
     async def save_weights_and_get_sampling_client_async(
         self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
+        warn_of_retry_config(retry_config)
         return await self._ephemeral(name, record_stability_info)
 
     def save_weights_and_get_sampling_client_submit(self, retry_config: Any = None) -> APIFuture[SamplingClient]:
         """The same without waiting, as programs for 0.4.1 call it."""
+        warn_of_retry_config(retry_config)
         return self._ephemeral(None, False)
 
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """A sampler of weights saved with `save_weights_for_sampler`."""
+        warn_of_retry_config(retry_config)
         from tinkex.client.sampling import create_sampling_client
 
         return create_sampling_client(
@@ -258,6 +262,7 @@ class TrainingClient(Handle):
     async def create_sampling_client_async(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
+        warn_of_retry_config(retry_config)
         from tinkex.client.sampling import create_sampling_client
 
         return await create_sampling_client(

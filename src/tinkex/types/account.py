@@ -40,7 +40,7 @@ class GetInfoResponse(Value):
     type: Literal["get_info"] | None = None
     model_data: ModelData
     model_id: str
-    optimizer_config: OptimizerConfig = field(default_factory=AdamOptimizerConfig)
+    optimizer_config: OptimizerConfig | None = field(default_factory=AdamOptimizerConfig)
     is_lora: bool | None = None
     lora_rank: int | None = None
     model_name: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextvars
 import datetime as dt
 import enum
 import types as pytypes
@@ -16,6 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Coercer = Callable[[Any], Any]
+
+
+is_lenient: contextvars.ContextVar[bool] = contextvars.ContextVar("is_lenient", default=False)
+"""Set while an answer is read that did not fit strictly: services may write numbers and booleans as text."""
 
 
 class Mismatch(Exception):
@@ -80,6 +85,8 @@ def _int(value: Any) -> int:
             return int(value.__index__())
         except TypeError:  # an array of several numbers has the method, too
             pass
+    if is_lenient.get() and isinstance(value, str) and value.strip().removeprefix("-").isdecimal():
+        return int(value)
     raise Mismatch(f"expected an int, got {describe(value)}")
 
 
@@ -90,6 +97,11 @@ def _float(value: Any) -> float:
         try:
             return float(value)
         except (TypeError, ValueError, OverflowError):  # an array of several numbers, or an int beyond 1e308
+            pass
+    if is_lenient.get() and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
             pass
     raise Mismatch(f"expected a number, got {describe(value)}")
 
@@ -105,7 +117,12 @@ def _bool(value: Any) -> bool:
         return value
     if type(value).__name__ in ("bool_", "bool"):  # numpy's own booleans
         return bool(value)
+    if is_lenient.get() and str(value).lower() in _WORDS:
+        return _WORDS[str(value).lower()]
     raise Mismatch(f"expected True or False, got {describe(value)}")
+
+
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def _bytes(value: Any) -> bytes:
@@ -130,7 +147,11 @@ def _datetime(value: Any) -> dt.datetime:
         except ValueError:
             raise Mismatch(f"expected an ISO 8601 time, got {describe(value)}") from None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return dt.datetime.fromtimestamp(value, dt.UTC)
+        try:
+            # As pydantic does: what would lie 600 years ahead in seconds is meant in milliseconds.
+            return dt.datetime.fromtimestamp(value / 1000 if abs(value) > 2e10 else value, dt.UTC)
+        except (ValueError, OverflowError, OSError):
+            raise Mismatch(f"expected a time, got {describe(value)}") from None
     raise Mismatch(f"expected a time, got {describe(value)}")
 
 

@@ -190,7 +190,7 @@ class WeightsInfoResponse(Value):
     """What is needed to make a training client of saved weights."""
 
     base_model: str
-    optimizer_config: OptimizerConfig = field(default_factory=AdamOptimizerConfig)
+    optimizer_config: OptimizerConfig | None = field(default_factory=AdamOptimizerConfig)
     is_lora: bool
     lora_rank: int | None = None
     train_unembed: bool | None = None

@@ -139,7 +139,7 @@ def _queue(obj: Any) -> tuple[str, str | None]:
 
 
 def _size(obj: dict[str, Any]) -> int:
-    size = obj.get("response_payload_size")
+    size = obj.get("response_payload_size", 0)  # unsaid: nothing to reserve, the answer is fetched all the same
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise APIResponseValidationError(body=obj, message=f"response_payload_size should be a count, got {size!r}")
     return size

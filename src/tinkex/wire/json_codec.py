@@ -10,6 +10,7 @@ import orjson
 
 from tinkex.errors import APIResponseValidationError, ValidationError
 from tinkex.types.base import Value
+from tinkex.types.coerce import is_lenient
 from tinkex.wire.dialect import Dialect
 
 V = TypeVar("V", bound=Value)
@@ -64,8 +65,15 @@ def read(cls: type[V], obj: Any) -> V:
     """A value from decoded JSON; an answer that does not fit is an APIResponseValidationError that says why."""
     try:
         return cls.model_validate(obj)
+    except ValidationError:
+        pass
+    token = is_lenient.set(True)
+    try:
+        return cls.model_validate(obj)
     except ValidationError as problem:
         raise APIResponseValidationError(body=obj, message=f"The service's answer does not fit: {problem}") from None
+    finally:
+        is_lenient.reset(token)
 
 
 def read_content(cls: type[V], content: bytes) -> V:
