@@ -101,5 +101,5 @@ def emit(event: str, record: Event) -> None:
     for listener in _listeners[event]:
         try:
             listener(record)
-        except Exception:  # an edge: a listener's fault must not fail the operation it watches
+        except (Exception, SystemExit):  # an edge: a listener's fault must not fail the operation it watches
             log.exception("A listener of %r events raised", event)

@@ -153,14 +153,19 @@ def sources(environ: Mapping[str, str] | None = None, **arguments: Any) -> dict[
 
 def normalise_url(url: str) -> str:
     """One spelling per service, so that shared state is found: lower-case host, no final slash or usual port."""
-    parts = urlsplit(url.strip())
+    try:
+        parts = urlsplit(url.strip())
+        port = parts.port
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # a port that is none, half a bracket, an empty label
+        parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"base_url {url!r} is not an http(s) address. Example: http://127.0.0.1:8642")
     if parts.username or parts.password:
         raise ConfigError("base_url must not hold a user name or password. Pass api_key= instead.")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    if parts.port and parts.port != {"http": 80, "https": 443}[parts.scheme]:
-        host = f"{host}:{parts.port}"
+    if port and port != {"http": 80, "https": 443}[parts.scheme]:
+        host = f"{host}:{port}"
     return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
 
 
@@ -185,6 +190,14 @@ def proxy_for(url: str, config: Config) -> str | None:
 
 def _with_scheme(proxy: str) -> str:
     return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _is_proxy(proxy: str) -> bool:
+    try:
+        parts = urlsplit(_with_scheme(proxy))
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _is_exempt(host: str, no_proxy: str) -> bool:
@@ -219,9 +232,13 @@ def _check(config: Config) -> None:
             raise ConfigError(f"{name} must be above 0 seconds, not {getattr(config, name)!r}.")
     if config.max_retries < 0:
         raise ConfigError(f"max_retries must be 0 or more, not {config.max_retries!r}.")
-    if config.proxy and urlsplit(_with_scheme(config.proxy))[0] != "http":
+    if config.proxy and not _is_proxy(config.proxy):
         # Not shown: a password may stand in it.
         raise ConfigError("Only http:// proxies are supported. Example: proxy=http://proxy.example:3128")
+    for name in ("api_key", "cf_client_id", "cf_client_secret"):
+        value = getattr(config, name) or ""
+        if not (value.isascii() and value.isprintable()):
+            raise ConfigError(f"{name} holds a line break or a character that no key has. Copy it again, whole.")
     if unknown := sorted(set(config.pools) - set(POOL_SIZES)):
         raise ConfigError(f"Unknown pools: {', '.join(unknown)}. Known: {', '.join(POOL_SIZES)}.")
     for name, size in config.pools.items():

@@ -107,6 +107,7 @@ def test_a_missing_key_is_found_and_the_rest_is_looked_at(
     ran = run("doctor", "-o", "json")
     assert ran.code == 1
     assert findings(ran)["key"]["remedy"] == "Set TINKER_API_KEY."
+    assert "api_key" not in findings(ran), "one row about it, not an ok beside a FAIL"
     assert findings(ran)["HTTP"]["status"] == "ok"
 
 

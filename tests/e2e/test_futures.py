@@ -210,6 +210,25 @@ def test_cancelling_the_task_that_awaits_leaves_the_work_going(
     assert future.result(20) is not None
 
 
+def test_a_timeout_says_what_is_waited_for_and_that_the_work_goes_on(
+    service: ScriptedService, training: tinkex.TrainingClient
+) -> None:
+    service.script.on("optim_step", do=Work(0.4))
+    future = training.optim_step(step())
+    for wait in (future.result, future.exception, lambda timeout: asyncio.run(future.result_async(timeout))):
+        with pytest.raises(TimeoutError, match=r"Not done within 0.01 s: waiting 0 s for optim_step.*The work goes on"):
+            wait(0.01)
+    assert future.result(20) is not None
+
+
+def test_using_a_future_as_its_value_says_that_it_is_a_future(training: tinkex.TrainingClient) -> None:
+    future = training.optim_step(step())
+    with pytest.raises(AttributeError, match=r"no attribute 'metrics': it is a future.*result\(\)"):
+        _ = future.metrics  # type: ignore[attr-defined]
+    assert not hasattr(future, "metrics")
+    assert future.result(20) is not None
+
+
 def test_a_vanished_caller_leaves_no_noise_and_no_leak(
     service: ScriptedService, sampler: tinkex.SamplingClient, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -78,6 +78,22 @@ def test_attempts_are_bounded_and_the_error_says_how_many(proto_service: Scripte
     assert attempts(proto_service, "optim_step") == 4
 
 
+@pytest.mark.slow
+def test_a_service_that_cannot_be_reached_is_said_once_and_long_before_the_error(
+    proto_service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = connect(proto_service, max_retries=4).create_sampling_client(base_model=MODEL)
+    proto_service.kill()
+    futures = [sampler.sample(prompt(), 1, tinkex.SamplingParams(max_tokens=1)) for _ in range(2)]
+    for future in futures:
+        with pytest.raises(tinkex.APIConnectionError):
+            future.result(20)
+    said = [record.getMessage() for record in caplog.records if record.name == "tinkex.wait"]
+    assert len(said) == 1
+    assert said[0].startswith(f"No answer from {proto_service.url} (")
+    assert "tinkex doctor" in said[0]
+
+
 @pytest.mark.parametrize("form", ["ms", "seconds", "date"])
 def test_retry_after_is_obeyed_in_all_three_forms(proto_service: ScriptedService, connect: Connect, form: str) -> None:
     headers = {

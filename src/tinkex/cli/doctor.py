@@ -22,6 +22,7 @@ EXTRAS = {
 """Extra → the module it brings, and what it is good for."""
 ALWAYS_SHOWN = ("base_url", "api_key")
 SECRETS = ("cf_client_id", "cf_client_secret", "headers", "http_proxy", "https_proxy", "proxy")
+MISSING, NOT_NEEDED = "missing", "none needed on this machine"
 PROBE_KEY = "tml-doctor"
 """Stands in for a missing key, so that the way to the service can be looked at all the same."""
 
@@ -66,16 +67,16 @@ def _settings(args: argparse.Namespace) -> tuple[Config | None, dict[str, Any], 
             if not str(problem).startswith("No API key"):
                 raise
             missing = [Finding("key", "FAIL", "none is set", "Set TINKER_API_KEY.")]
-            sources["api_key"] = "missing"
+            sources["api_key"] = MISSING
             given["api_key"] = PROBE_KEY
             config = settings.resolve(**given)
         if config.api_key == settings.KEYLESS and sources["api_key"] == "default":
-            sources["api_key"] = "none needed on this machine"
+            sources["api_key"] = NOT_NEEDED
         shown = {name: {"value": _shown(name, config, sources), "from": sources[name]} for name in sources}
         findings = [
             Finding(name, "ok", f"{entry['value']} (from: {entry['from']})")
             for name, entry in shown.items()
-            if name in ALWAYS_SHOWN or entry["from"] != "default"
+            if (name in ALWAYS_SHOWN or entry["from"] != "default") and entry["from"] != MISSING
         ]
         return settings.with_overrides(config, **probing), shown, findings + missing
     except ConfigError as problem:
@@ -86,7 +87,9 @@ def _shown(name: str, config: Config, sources: dict[str, str]) -> str:
     """A setting for the eyes of whoever the output is sent to."""
     value = getattr(config, name)
     if name == "api_key":
-        return "–" if sources[name] == "missing" else f"{value[:4]}… ({len(value)} characters)"
+        if sources[name] in (MISSING, NOT_NEEDED):
+            return "–"
+        return f"{value[:4]}… ({len(value)} characters)"
     if name in SECRETS:
         return "set" if value else "–"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str("–" if value is None else value)

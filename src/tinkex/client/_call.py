@@ -65,6 +65,7 @@ async def call(
         if delay_s is None:
             raise _gave_up(error, endpoint, attempt, elapsed_s)
         connection.stats.retries += 1
+        connection.say_unreachable(error, attempt)
         if events.wanted("retry"):
             events.emit("retry", events.RetryEvent(endpoint.name, attempt, delay_s, operation.last_error))
         await connection.clock.sleep(delay_s)

@@ -27,7 +27,7 @@ from tinkex.client._stats import Stats
 from tinkex.client._transport import transport_for
 from tinkex.client.future import APIFuture, reject, resolve
 from tinkex.clock import REAL, Clock
-from tinkex.errors import APIError, ClosedError, DeadlineExceeded, NotFoundError, TinkexError
+from tinkex.errors import APIConnectionError, APIError, ClosedError, DeadlineExceeded, NotFoundError, TinkexError
 from tinkex.settings import Config
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import bodies, endpoints, json_codec
@@ -59,6 +59,7 @@ class Connection:
         self.context_lengths: dict[str, int] = {}
         """Model name → tokens, once the service has told."""
         self._idempotency = (f"tinkex-{uuid.uuid4().hex}", itertools.count())
+        self._silence_said_at: float | None = None
         self._getting_ready: asyncio.Task[TinkexError | None] | None = None
         self._ticker: asyncio.TimerHandle | None = None
         self._host = urlsplit(config.base_url).hostname or ""
@@ -147,7 +148,7 @@ class Connection:
         if future.cancelled():
             return
         task = self.loop.spawn(self.drive(operation, future, work(), deadline_s), context)
-        future.add_done_callback(lambda done: self.loop.post(task.cancel) if done.cancelled() else None)
+        future.add_done_callback(lambda done: self.loop.cancel(task) if done.cancelled() else None)
 
     async def drive(
         self, operation: Operation, future: APIFuture[T], work: Coroutine[Any, Any, T], deadline_s: float | None = None
@@ -174,6 +175,9 @@ class Connection:
         except Exception as problem:
             error = problem
             reject(future, problem)
+        except (SystemExit, KeyboardInterrupt) as problem:  # from a callback of the user's: it would end the loop
+            error = TinkexError(f"{operation.name}: a callback raised {problem!r} on the SDK's loop.")
+            reject(future, error)
         finally:
             self.end(operation, error)
 
@@ -183,6 +187,14 @@ class Connection:
         Counted from before its own first attempt: what queued behind a dead service need not find out again.
         """
         return self.clock.now() - max(operation.created_at, self.last_heard_at)
+
+    def say_unreachable(self, problem: APIError, attempt: int) -> None:
+        """Once per silence, at a third attempt: a wrong address or a dead service must not look like a slow one."""
+        if attempt < 3 or not isinstance(problem, APIConnectionError) or self._silence_said_at == self.last_heard_at:
+            return
+        self._silence_said_at = self.last_heard_at
+        reason = str(problem).rstrip(".")
+        log.warning("No answer from %s (%s). Trying on; `tinkex doctor` finds out why.", self.config.base_url, reason)
 
     def begin(self, operation: Operation) -> None:
         """In the operation's own context, a copy of the caller's. Harmless if it has begun already."""

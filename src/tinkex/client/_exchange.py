@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import NamedTuple, Protocol
 
+from tinkex.errors import ValidationError
+
 STREAM_BUFFER = 1 << 20
 """Bytes kept for a slow reader of a stream; beyond that the socket waits, and with it the service."""
+
+
+_BAD_HEADER = re.compile(r"[^\t\x20-\xff]")
+_BAD_TARGET = re.compile(r"[^\x21-\xff]")
 
 
 class Request(NamedTuple):
@@ -20,6 +27,14 @@ class Request(NamedTuple):
     target: str
     headers: Mapping[str, str]
     content: bytes
+
+    def check(self) -> None:
+        """Refuse what no version of HTTP can carry, before any of it is written."""
+        for name, value in self.headers.items():
+            if _BAD_HEADER.search(value) or _BAD_HEADER.search(name):
+                raise ValidationError(f"The header {name!r} holds a line break or a character that headers cannot.")
+        if _BAD_TARGET.search(self.target):
+            raise ValidationError("The address holds a character that must be written as %XX there.")
 
 
 class Lost(Exception):
@@ -39,7 +54,7 @@ class Exchange:
 
     __slots__ = (
         "_is_ended", "_news", "_pieces", "_resume", "abandon", "begun", "buffered", "ended", "error", "headers",
-        "is_streamed", "last_activity", "release", "status",
+        "is_streamed", "last_activity", "release", "status", "timer",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop, is_streamed: bool) -> None:
@@ -54,6 +69,8 @@ class Exchange:
         """When a byte of this exchange last came or went. Others on the same connection do not count."""
         self.release: Callable[[], None] = _nothing
         """Gives the place on the connection back: called once, when the exchange has ended."""
+        self.timer: asyncio.TimerHandle | None = None
+        """The pool's look at whether anything still moves, while a caller waits for the answer (or its beginning)."""
         self.abandon: Callable[[], None] = _nothing
         """Ends the exchange if it has not ended: nobody reads any further."""
         self._pieces: deque[bytes] = deque()

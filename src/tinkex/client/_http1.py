@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any, cast
 
 import httptools
 
 from tinkex.client._exchange import Exchange, Lost, Request
-from tinkex.errors import ValidationError
-
-_BAD_HEADER = re.compile(r"[\r\n\0]")
 
 
 class Http1(asyncio.Protocol):
@@ -40,6 +36,7 @@ class Http1(asyncio.Protocol):
     # -- what the pool asks -----------------------------------------------------------------------------------------
 
     def start(self, request: Request, exchange: Exchange) -> None:
+        request.check()
         head = self._head(request)
         self._exchange = exchange
         self.last_activity = self._loop.time()
@@ -68,8 +65,6 @@ class Http1(asyncio.Protocol):
             target = f"{request.scheme}://{request.authority}{target}"
         lines = [f"{request.method} {target} HTTP/1.1\r\nhost: {request.authority}\r\n"]
         for name, value in request.headers.items():
-            if _BAD_HEADER.search(value) or _BAD_HEADER.search(name):
-                raise ValidationError(f"The header {name!r} holds a line break, which headers cannot.")
             lines.append(f"{name}: {value}\r\n")
         if self._proxy_authorization:
             lines.append(f"proxy-authorization: {self._proxy_authorization}\r\n")
@@ -123,6 +118,8 @@ class Http1(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
+        if self._exchange is None:
+            self.close()  # more than the answer: what follows on this connection could be taken for another's
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -143,7 +140,8 @@ class Http1(asyncio.Protocol):
         if self._status < 200:
             return  # an interim answer: the real one follows
         exchange, self._exchange = self._exchange, None
-        if not self._parser.should_keep_alive():
+        # Answered before it had all of the request: where the next one begins is anybody's guess.
+        if not self._parser.should_keep_alive() or self._transport.get_write_buffer_size():
             self.close()
         self._resume()
         if exchange is not None:

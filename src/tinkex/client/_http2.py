@@ -59,6 +59,7 @@ class Http2(asyncio.Protocol):
     # -- what the pool asks -----------------------------------------------------------------------------------------
 
     def start(self, request: Request, exchange: Exchange) -> None:
+        request.check()
         headers = [
             (":method", request.method),
             (":scheme", request.scheme),
@@ -209,7 +210,8 @@ class Http2(asyncio.Protocol):
         """Send as much of the waiting bodies as flow control and the socket take."""
         for number in list(self._unsent) if self._is_writable and not self.is_closed else ():
             body = self._unsent[number]
-            size = min(len(body), self._h2.local_flow_control_window(number))
+            # A service may shrink its windows while a body is on its way: they are then below zero for a while.
+            size = max(min(len(body), self._h2.local_flow_control_window(number)), 0)
             frame = self._h2.max_outbound_frame_size
             for start in range(0, size, frame):
                 self._h2.send_data(number, body[start : min(start + frame, size)].tobytes())

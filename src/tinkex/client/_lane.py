@@ -134,7 +134,7 @@ class Lane:
         left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
         # A task of its own, so that cancelling the operation ends the turn and not the lane.
         turn = connection.loop.loop.create_task(program(Turn(connection, operation, seq_ids)), context=context)
-        future.add_done_callback(lambda done: connection.loop.post(turn.cancel) if done.cancelled() else None)
+        future.add_done_callback(lambda done: connection.loop.cancel(turn) if done.cancelled() else None)
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
                 completion = await turn
@@ -159,7 +159,7 @@ class Lane:
 
     def _settled(self, connection: Connection, future: APIFuture[Any], task: asyncio.Task[None]) -> None:
         if future.cancelled():
-            connection.loop.post(task.cancel)
+            connection.loop.cancel(task)
         elif not future._is_observed and concurrent_error(future) is not None:
             self._unseen.append(future)
 
@@ -173,8 +173,11 @@ class Lane:
 
     def _report_unseen(self) -> None:
         """Say at the next call what failed without anybody looking: the usual cause of 'it hangs later' reports."""
-        while self._unseen:
-            future = self._unseen.popleft()
+        while True:
+            try:
+                future = self._unseen.popleft()
+            except IndexError:  # empty; another thread may have taken the last one
+                return
             if not future._is_observed:
                 name, problem = future._operation.name, concurrent_error(future)
                 log.warning("%s failed and nobody has looked at its future: %s", name, problem)

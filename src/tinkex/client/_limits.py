@@ -48,6 +48,8 @@ class Gate:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self.release(size_bytes)  # admitted and cancelled in the same tick: hand the place on
+            else:
+                self._admit()  # it may have been the large one that held up the small ones behind it
             raise
 
     def release(self, size_bytes: int = 0) -> None:
@@ -82,9 +84,11 @@ class Gate:
                 size_bytes *= BYTES_PENALTY
             else:
                 self._slow_until = self._closed_until = 0.0
+        if self.held == 0:
+            return True
         if self.held >= self.count:
             return False
-        return self.limit_bytes is None or self.held == 0 or self.held_bytes + size_bytes <= self.limit_bytes
+        return self.limit_bytes is None or self.held_bytes + size_bytes <= self.limit_bytes
 
     def _take(self, size_bytes: int) -> None:
         self.held += 1

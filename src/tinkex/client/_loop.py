@@ -36,14 +36,17 @@ class Mailbox:
         self._letters.append((fn, args))
         if self._is_woken:
             return True
-        self._is_woken = True
         loop = self._loop()
         try:
+            self._is_woken = True
             if loop is not None:
                 loop.call_soon_threadsafe(self._deliver)
                 return True
         except RuntimeError:
             pass  # the loop was closed
+        except BaseException:
+            self._is_woken = False  # Ctrl-C before the loop heard: the next letter must wake it
+            raise
         # Nobody is left to care; undelivered letters would keep the loop alive for ever.
         self._letters.clear()
         self._is_woken = False
@@ -85,12 +88,20 @@ class LoopThread:
         self._mailbox = Mailbox(self.loop)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._goodbyes: dict[int, Callable[[], Coroutine[Any, Any, None]]] = {}
+        self.is_stopped = False
+        """Nothing that is still open will ever end."""
         self._thread = threading.Thread(target=self._run, name="tinkex-loop", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while True:
+            try:
+                self.loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt) as problem:
+                # From a callback of the user's. It would end this thread, not the program, and hang every other caller.
+                log.error("A callback on the SDK's loop raised %r: it cannot end the program from there.", problem)
 
     @property
     def is_current(self) -> bool:
@@ -99,6 +110,11 @@ class LoopThread:
     def post(self, fn: Callable[..., object], *args: Any) -> None:
         """Run `fn(*args)` on the loop, after everything posted before by this thread."""
         self._mailbox.post(fn, *args)
+
+    def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a task from any thread, one turn of the loop later: one that was only just spawned must have begun, or
+        it could not clean up after itself."""
+        self.post(self.loop.call_soon, task.cancel)
 
     def spawn(
         self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context | None = None
@@ -131,6 +147,7 @@ class LoopThread:
         done = threading.Event()
         self.post(lambda: self.spawn(self._stop(done)))
         done.wait(EXIT_WAIT_S + 0.3)
+        self.is_stopped = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(0.3)
 
@@ -166,6 +183,11 @@ def loop_thread() -> LoopThread:
 def on_own_loop() -> bool:
     """Whether this is the loop thread: blocking here would wait for ourselves."""
     return _current is not None and _current.is_current
+
+
+def has_stopped() -> bool:
+    """Whether the interpreter is ending and the loop with it: who waits now would wait for ever."""
+    return _current is not None and _current.is_stopped
 
 
 def after_fork_in_child(hook: Callable[[], None]) -> None:

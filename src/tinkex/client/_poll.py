@@ -56,6 +56,7 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
             except (APIConnectionError, _Again) as problem:
                 error = problem.error if isinstance(problem, _Again) else problem
                 _note_fault(connection, operation, request_id, error)
+                connection.say_unreachable(error, faults + 1)
                 hint_s = hint_of(error, connection)
                 delay_s = poll_delay(Poll.FAULT, faults, hint_s=hint_s, rng=random.random)
                 faults += 1
@@ -64,17 +65,20 @@ async def poll(connection: Connection, operation: Operation, endpoint: Endpoint,
             now = operation.last_answer_at = connection.last_progress_at = clock.now()
             faults = 0
             if isinstance(read, envelope.Done):
-                operation.fetch_s += clock.now() - now
+                if has_size:  # it had ended before this poll, which did nothing but bring the answer
+                    operation.fetch_s += now - started
                 _tell(operation, request_id, "done")
                 return read.value
             if isinstance(read, envelope.Failed):
                 _tell(operation, request_id, "failed")
                 raise RequestFailedError(read.error, request_id, read.category)
-            if isinstance(read, envelope.Metadata):
+            if isinstance(read, envelope.Metadata) and not has_size:
                 _tell(operation, request_id, "metadata")
                 await connection.limiter.answers.acquire(read.size)
                 reserved, has_size = read.size, True
                 continue
+            if isinstance(read, envelope.Metadata):  # told again although it was asked for: no more is reserved
+                read = envelope.TryAgain()
             _note_queue(operation, request_id, read, now - polled_at)
             polled_at = now
             quick = quick + 1 if now - started < QUICK_S else 0
@@ -117,7 +121,7 @@ def _note_fault(connection: Connection, operation: Operation, request_id: str, e
     if silent_s >= connection.config.unreachable_s:
         raise DeadlineExceeded(
             f"{operation.name}: no valid answer from {connection.config.base_url} for {silent_s:.0f} s "
-            f"(unreachable_s={connection.config.unreachable_s:.0f}). Last problem: {operation.last_error}. "
+            f"(unreachable_s={connection.config.unreachable_s:.0f}). Last problem: {operation.last_error.rstrip('.')}. "
             f"Request {request_id} may still be running there."
         ) from error
 
@@ -132,7 +136,7 @@ def _note_queue(operation: Operation, request_id: str, read: Any, took_s: float)
             for observer in operation.observers:
                 try:
                     observer(state, reason)
-                except Exception:
+                except (Exception, SystemExit):
                     log.exception("A queue-state observer of %s failed", operation.name)
             if events.wanted("queue"):
                 events.emit("queue", events.QueueEvent(operation.kind, request_id, state, reason))

@@ -74,24 +74,28 @@ class ConnectionPool:
         return exchange
 
     async def _wait(self, connection: Connection, exchange: Exchange, timeout_s: float) -> None:
-        timer = self._loop.call_later(timeout_s, self._check_silence, connection, exchange, timeout_s, 1 << 62)
+        unsent = connection.unsent_bytes(exchange)
+        exchange.timer = self._loop.call_later(timeout_s, self._check_silence, connection, exchange, timeout_s, unsent)
         try:
             await (exchange.ended if exchange.begun is None else exchange.begun)
         except asyncio.CancelledError:
             self._give_up(connection, exchange)
             raise
         finally:
-            timer.cancel()
+            if exchange.timer is not None:
+                exchange.timer.cancel()
 
     def _check_silence(self, connection: Connection, exchange: Exchange, timeout_s: float, unsent_before: int) -> None:
         """Time is up if nothing has moved in either direction; a slow line that moves may take longer."""
         if exchange.ended.done():
             return
         unsent = connection.unsent_bytes(exchange)
+        if unsent < unsent_before:
+            exchange.last_activity = self._loop.time()  # or a little earlier; the answer has its full time from here
         silent_s = self._loop.time() - exchange.last_activity
-        if 0 < unsent < unsent_before or silent_s < timeout_s * 0.99:
-            wait_s = timeout_s if unsent else max(timeout_s - silent_s, 0.01)
-            self._loop.call_later(wait_s, self._check_silence, connection, exchange, timeout_s, unsent)
+        if silent_s < timeout_s * 0.99:
+            wait_s = max(timeout_s - silent_s, 0.01)
+            exchange.timer = self._loop.call_later(wait_s, self._check_silence, connection, exchange, timeout_s, unsent)
             return
         connection.abandon(exchange)
         if self._loop.time() - connection.last_activity >= timeout_s * 0.99:

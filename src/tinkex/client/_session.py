@@ -20,7 +20,7 @@ from tinkex.client._connection import Connection, connection_for
 from tinkex.client._operation import Operation
 from tinkex.client._telemetry import Telemetry
 from tinkex.client.future import APIFuture, finished
-from tinkex.errors import APIError, ClosedError, NotFoundError, ValidationError
+from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
 from tinkex.settings import Config
 from tinkex.types import CreateSessionResponse
 from tinkex.wire import bodies, endpoints, json_codec
@@ -131,9 +131,9 @@ class Session:
         assert core.session_id is not None
         return core.session_id
 
-    async def _create(self, core: _Core) -> APIError | None:
-        connection = self.connect()
+    async def _create(self, core: _Core) -> TinkexError | None:
         try:
+            connection = self.connect()
             dialect = await connection.ready()
             if core.session_id is not None:
                 self._opened(core, connection, core.session_id)
@@ -148,7 +148,7 @@ class Session:
             )
             answer = await call(connection, endpoints.CREATE_SESSION, body, operation=self.operation("create_session"))
             made = json_codec.read_content(CreateSessionResponse, answer.content)
-        except APIError as problem:
+        except TinkexError as problem:  # ClosedError among them
             core.state = f"session not opened: {problem}"
             return problem
         for level, message in ((20, made.info_message), (30, made.warning_message), (40, made.error_message)):

@@ -125,9 +125,14 @@ class Transport:
         """Where a URL leads. Few different ones are used, again and again; the others are not kept."""
         place = self._places.get(url)
         if place is None:
-            parts = urlsplit(url)
+            try:
+                parts = urlsplit(url)
+                origin = Origin.of(url, settings.proxy_for(url, self._config))
+                origin.host.encode("idna")
+            except ValueError:  # base_url was looked at: this came from the service
+                raise APIResponseValidationError(message="The service named an address that is none.") from None
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            place = Origin.of(url, settings.proxy_for(url, self._config)), parts.netloc.rpartition("@")[2], target
+            place = origin, parts.netloc.rpartition("@")[2], target
             if len(self._places) < 256:
                 self._places[url] = place
         return place

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tinkex.errors import TinkexError
+
 T = TypeVar("T")
 
 
@@ -25,12 +27,21 @@ async def in_thread(fn: Callable[[], T], name: str) -> T:
         try:
             value = context.run(fn)
         except BaseException as problem:
-            _post(loop, settle, outcome.set_exception, problem)
+            _post(loop, settle, outcome.set_exception, _bearable(problem))
         else:
             _post(loop, settle, outcome.set_result, value)
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return await outcome
+
+
+def _bearable(problem: BaseException) -> Exception:
+    """What may be raised on the loop: a SystemExit would end it there, and futures refuse a StopIteration."""
+    if isinstance(problem, Exception) and not isinstance(problem, StopIteration):
+        return problem
+    stand_in = TinkexError(f"The function raised {type(problem).__name__}({str(problem)!r}) in its worker thread.")
+    stand_in.__cause__ = problem
+    return stand_in
 
 
 def _post(loop: asyncio.AbstractEventLoop, fn: Callable[..., None], *args: Any) -> None:

@@ -10,9 +10,9 @@ import asyncio
 import concurrent.futures
 import os
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinkex.client._loop import mailbox_of, on_own_loop
+from tinkex.client._loop import has_stopped, mailbox_of, on_own_loop
 from tinkex.client._operation import FutureStatus, Operation
 from tinkex.clock import REAL
 from tinkex.errors import ClosedError, WrongThread
@@ -47,25 +47,40 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         self._is_observed = True
         if self._is_open:
             self._refuse_impossible_wait()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if not self._is_open:  # the operation's own error
+                raise
+            raise self._ran_out(timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._is_observed = True
         if self._is_open:
             self._refuse_impossible_wait()
-        return super().exception(timeout)
+        try:
+            return super().exception(timeout)
+        except TimeoutError:
+            if not self._is_open:  # the operation's own error
+                raise
+            raise self._ran_out(timeout) from None
 
     async def result_async(self, timeout: float | None = None) -> T:
         """Await the result; on timeout raises TimeoutError and leaves the work going."""
         if timeout is None:
             return await self
-        async with asyncio.timeout(timeout):
-            return await self
+        try:
+            async with asyncio.timeout(timeout):
+                return await self
+        except TimeoutError:
+            if not self._is_open:  # the operation's own error
+                raise
+            raise self._ran_out(timeout) from None
 
     def __await__(self) -> Generator[Any, None, T]:
         self._is_observed = True
         if self._is_open:
-            self._refuse_foreign_process()
+            self._refuse_vain_wait()
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
             post = mailbox_of(loop).post
@@ -91,6 +106,9 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         state = operation.state
         if not super().cancel():
             return False
+        with self._condition:
+            if self._state == "CANCELLED":
+                self.set_running_or_notify_cancel()  # without it concurrent.futures.wait() would wait for ever
         operation.note = _CANCELLED.get(state, operation.note)
         operation.state = "cancelled"
         return True
@@ -114,18 +132,34 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         return self._state in ("PENDING", "RUNNING")
 
     def _refuse_impossible_wait(self) -> None:
-        self._refuse_foreign_process()
+        self._refuse_vain_wait()
         if on_own_loop():
             raise WrongThread(
                 f"result() of {self._operation.name} was called on the SDK's own loop thread, which would have to "
                 "answer it. Await the future, or wait on another thread."
             )
 
-    def _refuse_foreign_process(self) -> None:
+    def _refuse_vain_wait(self) -> None:
+        if has_stopped():
+            raise ClosedError(f"{self._operation.name}: the process is ending, and the SDK has stopped.")
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"{self._operation.name} was submitted by the parent process before a fork; its result arrives there. "
                 "Make the call again in this process."
+            )
+
+    def _ran_out(self, timeout: float | None) -> TimeoutError:
+        line = self._operation.waiting_line(REAL.now())
+        return TimeoutError(f"Not done within {timeout or 0:g} s: {line}. The work goes on; result() waits again.")
+
+    if not TYPE_CHECKING:  # type checkers find this mistake by themselves, as long as they do not see this
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"'APIFuture' object has no attribute {name!r}: it is a future. Its result() gives the value, and so "
+                "does `await`.",
+                name=name,
+                obj=self,
             )
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ from tinkex.client._operation import Operation
 from tinkex.client._session import Session
 from tinkex.client.future import APIFuture
 from tinkex.client.stream import SampleStream
-from tinkex.errors import APIError, NotFoundError, TinkexError, ValidationError
+from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
 from tinkex.types import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
@@ -348,16 +348,16 @@ def create_sampling_client(
 
 async def learn_context_lengths(session: Session) -> None:
     """Ask once per connection how long prompts may be, so that too long ones are refused before they are sent."""
-    connection = session.connect()
-    if connection.context_lengths:
-        return
-    connection.context_lengths[""] = 0  # asked
     try:
+        connection = session.connect()
+        if connection.context_lengths:
+            return
+        connection.context_lengths[""] = 0  # asked
         answer = await call(
             connection, endpoints.GET_SERVER_CAPABILITIES, operation=session.operation("capabilities"), attempts=1
         )
         found = json_codec.read_content(GetServerCapabilitiesResponse, answer.content)
-    except APIError:
+    except (APIError, ClosedError):
         return  # the check is a courtesy: without it the service refuses
     for model in found.supported_models:
         if model.model_name and model.max_context_length:

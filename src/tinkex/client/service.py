@@ -366,5 +366,5 @@ def _configure(
     if headers:
         given["headers"] = {**given.get("headers", {}), **headers}
     if options:
-        warnings.warn(f"ServiceClient ignores {', '.join(sorted(options))}.", stacklevel=3)
+        warnings.warn(f"ServiceClient ignores {', '.join(sorted(options))}: no such argument.", stacklevel=3)
     return settings.resolve(base_url=base_url, api_key=api_key, **given)

@@ -184,4 +184,7 @@ async def _next(source: Any) -> StreamChunk | None:
 
 def _token(data: str) -> StreamChunk:
     found = json_codec.decode_answer(data.encode())
-    return StreamChunk(int(found.get("index", 0)), list(found["tokens"]), found.get("logprobs"))
+    try:
+        return StreamChunk(int(found.get("index", 0)), list(found["tokens"]), found.get("logprobs"))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise APIResponseValidationError(body=found, message=f"The stream brought no tokens: {data:.200}") from None

@@ -423,7 +423,7 @@ async def _send_chunks(
     loss_fn: str,
     config: Mapping[str, float | str] | None,
 ) -> list[Coroutine[Any, Any, Any]]:
-    """Submit chunk after chunk, each after the one before was accepted; each is waited for from then on."""
+    """Submit chunk after chunk, each after the one before was accepted; returns the waits for their results."""
     is_forward = endpoint is endpoints.FORWARD
     waits: list[Coroutine[Any, Any, Any]] = []
     for chunk in chunks:
