@@ -228,9 +228,10 @@ def with_overrides(config: Config, **changes: Any) -> Config:
 
 def _check(config: Config) -> None:
     for name in ("timeout_s", "unreachable_s", "deadline_s", "wait_line_s"):
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name} must be above 0 seconds, not {getattr(config, name)!r}.")
-    if config.max_retries < 0:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{name} must be above 0 seconds, not {value!r}.")
+    if not isinstance(config.max_retries, int) or config.max_retries < 0:
         raise ConfigError(f"max_retries must be 0 or more, not {config.max_retries!r}.")
     if config.proxy and not _is_proxy(config.proxy):
         # Not shown: a password may stand in it.
@@ -339,7 +340,7 @@ def _stored_key() -> str:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return str(stored["keys"][stored["default"]]["key"])
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 

@@ -105,6 +105,20 @@ def test_a_waiters_timeout_neither_cancels_nor_leaks_a_turn(proto_service: Scrip
     assert ran(proto_service, training) == [(1, "optim_step"), (2, "forward_backward")]
 
 
+def test_numbers_that_never_left_are_used_again_so_that_no_service_waits_for_them(connect: Connect) -> None:
+    with ScriptedService(base_models=[MODEL], client_config={"fwdbwd_max_chunk_len": 1}, gap_s=30) as service:
+        training = connect(service).create_lora_training_client(MODEL)
+
+        def broken(data: list[tinkex.Datum], logprobs: list[object]) -> tuple[object, dict[str, float]]:
+            raise KeyError("my own bug")
+
+        with pytest.raises(KeyError, match="my own bug"):
+            training.forward_backward_custom([datum(), datum()], broken).result(20)  # type: ignore[arg-type]
+        assert training.optim_step(step()).result(5) is not None
+        # Two forwards were sent; the two numbers of the backward pass were not.
+        assert ran(service, training) == [(1, "forward"), (2, "forward"), (3, "optim_step")]
+
+
 def test_an_operation_that_never_gets_an_answer_fails_alone(proto_service: ScriptedService, connect: Connect) -> None:
     training = connect(proto_service, timeout_s=0.2, max_retries=2).create_lora_training_client(MODEL)
     proto_service.script.on("optim_step", times=2, do=Hang())

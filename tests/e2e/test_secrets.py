@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from tests.e2e.conftest import MODEL, datum, step
+from tests.e2e.conftest import MODEL, datum, prompt, step
 from tinkex import settings
 from tinkex.client._redact import redact
-from tinkex.testing import Hang, ScriptedService, Status
+from tinkex.testing import Answer, Hang, ScriptedService, Status
 
 KEY = "tml-very-secret-key-0123456789"
 Connect = Callable[..., tinkex.ServiceClient]
@@ -109,6 +109,24 @@ def test_a_token_service_gets_the_key_once_and_the_token_from_then_on() -> None:
         assert trade.headers["x-api-key"] == KEY
         (after,) = service.requests_to("get_server_capabilities")
         assert after.headers["x-api-key"] != KEY
+
+
+def test_a_token_that_ran_out_is_traded_once_and_nothing_is_lost() -> None:
+    with ScriptedService(client_config={"pjwt_auth_enabled": True}) as service:
+        with client_of(service, telemetry=False) as client:
+            training = client.create_lora_training_client(MODEL)
+            sampler = client.create_sampling_client(base_model=MODEL)
+            old = service.requests_to("create_model")[0].headers["x-api-key"]
+            # From now on the service knows only tokens that it gives out later.
+            connection = client._session.connect()
+            service.script.on("auth_token", do=Answer({"jwt": "eyJ.new.token"}))
+            service.script.on("*", do=Status(401, "expired"), where=lambda r: r.headers.get("x-api-key") == old)
+            steps = [training.optim_step(step()) for _ in range(3)]
+            samples = [sampler.sample(prompt(), 1, tinkex.SamplingParams(max_tokens=2)) for _ in range(10)]
+            assert all(future.result(20) is not None for future in [*steps, *samples])
+            assert connection.auth.header == "eyJ.new.token"
+        assert len(service.requests_to("auth_token")) == 2
+        assert [seq_id for _, seq_id, _ in service.executed] == [1, 2, 3]
 
 
 def test_a_failed_operation_reaches_the_caller_at_once_though_telemetry_is_down(

@@ -28,14 +28,16 @@ class Auth:
     def __init__(self, config: Config) -> None:
         self._key = config.api_key
         self._token: str | None = None
+        self._renewing: asyncio.Task[APIError | None] | None = None
 
     @property
     def header(self) -> str:
         return self._token or self._key
 
     @property
-    def has_token(self) -> bool:
-        return self._token is not None
+    def key(self) -> str:
+        """Signs the trade for a token, and nothing else once there is one."""
+        return self._key
 
     def claims(self) -> dict[str, Any]:
         """What the token says about its owner; {} without a token."""
@@ -43,31 +45,45 @@ class Auth:
 
     async def start(self, connection: Connection) -> None:
         """Trade the key for a token, then keep it fresh in the background."""
-        await self.renew(connection)
+        problem = await self._trade(connection)
+        if problem is not None:
+            raise problem
         connection.loop.spawn(self._keep_fresh(connection))
 
-    async def renew(self, connection: Connection) -> None:
+    async def renewed(self, connection: Connection, used: str) -> bool:
+        """Whether there is another token than the one that was refused; one trade for all who ask at once."""
+        if self._token is None:
+            return False
+        if self._token == used:
+            if self._renewing is None or self._renewing.done():
+                self._renewing = connection.loop.spawn(self._trade(connection))
+            await asyncio.shield(self._renewing)
+        return self._token != used
+
+    async def _trade(self, connection: Connection) -> APIError | None:
+        """A new token for the key. The old one stays in use until then: it may still be good for minutes."""
+        try:
+            self._token = await self._fetch(connection)
+        except APIError as problem:
+            return problem
+        return None
+
+    async def _fetch(self, connection: Connection) -> str:
         from tinkex.client._call import call
 
-        self._token = None  # the trade itself is signed with the key
         operation = Operation("auth_token", connection.clock.now())
         answer = await call(connection, endpoints.AUTH_TOKEN, Body(b"{}"), operation=operation, attempts=3)
         token = json_codec.decode_answer(answer.content).get("jwt")
         if not isinstance(token, str) or not token:
             raise AuthenticationError("The service asked for token sign-in but gave no token. Check the API key.")
-        self._token = token
+        return token
 
     async def _keep_fresh(self, connection: Connection) -> None:
         while True:
             left = _expiry(self._token or "") - connection.clock.wall() - RENEW_BEFORE_S
             await connection.clock.sleep(max(left, RETRY_S))
-            held = self._token
-            try:
-                await self.renew(connection)
-            except asyncio.CancelledError:
-                raise
-            except APIError as problem:
-                self._token = held  # the old one may still be good for minutes
+            problem = await self._trade(connection)
+            if problem is not None:
                 log.warning("The access token could not be renewed (%s); trying again.", type(problem).__name__)
 
 

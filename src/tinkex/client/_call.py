@@ -15,7 +15,7 @@ from tinkex.client._transport import Answer
 from tinkex.errors import APIConnectionError, APIError, APIStatusError, DeadlineExceeded, Response, status_error
 from tinkex.wire import json_codec
 from tinkex.wire.body import Body
-from tinkex.wire.endpoints import Endpoint
+from tinkex.wire.endpoints import AUTH_TOKEN, Endpoint
 
 log = logging.getLogger("tinkex.http")
 
@@ -37,7 +37,6 @@ async def call(
     started = connection.clock.now()
     key = connection.idempotency_key() if endpoint.method != "GET" else None
     attempt = 0
-    has_renewed = False
     while True:
         attempt += 1
         operation.attempts = attempt
@@ -50,10 +49,6 @@ async def call(
                 _log_deprecation(answer, endpoint)
                 return answer
             error: APIError = error_of(connection, answer, endpoint)
-            if answer.status == 401 and connection.auth.has_token and not has_renewed:
-                has_renewed = True  # the token may have run out between two renewals: one more try with a new one
-                await connection.auth.renew(connection)
-                continue
         except APIConnectionError as problem:
             error = problem
         operation.last_error = f"{type(error).__name__}: {error}"
@@ -82,8 +77,13 @@ async def send(
     attempt: int = 1,
     timeout_s: float | None = None,
 ) -> Answer:
-    """One exchange, no retry: an answer of any status, or APIConnectionError."""
-    sent = connection.base_headers | {"x-api-key": connection.auth.header}
+    """One exchange, no retry: an answer of any status, or APIConnectionError.
+
+    A token that ran out between two renewals (after a laptop's sleep, say) is traded anew and the request repeated.
+    """
+    auth = connection.auth
+    used = auth.key if endpoint is AUTH_TOKEN else auth.header
+    sent = connection.base_headers | {"x-api-key": used}
     if body is not None:
         sent["content-type"] = body.content_type
         if body.content_encoding:
@@ -99,10 +99,12 @@ async def send(
     stats.sent_bytes += len(content)
     started = connection.clock.now()
     url = f"{connection.config.base_url}{path or endpoint.path}"
+    patience_s = timeout_s or connection.config.timeout_s
     try:
-        answer = await connection.transport.send(
-            endpoint.pool, endpoint.method, url, sent, content, timeout_s or connection.config.timeout_s
-        )
+        answer = await connection.transport.send(endpoint.pool, endpoint.method, url, sent, content, patience_s)
+        if answer.status == 401 and sent["x-api-key"] == used != auth.key and await auth.renewed(connection, used):
+            sent["x-api-key"] = auth.header
+            answer = await connection.transport.send(endpoint.pool, endpoint.method, url, sent, content, patience_s)
     except APIConnectionError as problem:
         if events.wanted("request"):
             elapsed = connection.clock.now() - started
@@ -126,7 +128,8 @@ async def send(
 def error_of(connection: Connection, answer: Answer, endpoint: Endpoint) -> APIStatusError:
     """The typed error of an answer. Neither the request's headers nor a key that the service repeats are in it."""
     content = answer.content
-    for secret in {connection.config.api_key, connection.auth.header}:
+    config = connection.config
+    for secret in {config.api_key, connection.auth.header, config.cf_client_secret or ""} - {""}:
         content = content.replace(secret.encode(), b"***")
     kind = answer.headers.get("content-type") or ""
     body: object = None

@@ -129,6 +129,9 @@ async def _dispatch(connection: Connection, operation: Operation, body: Body) ->
         hint_s = hint_of(error, connection)
         if isinstance(error, APIStatusError) and error.status_code == 429:
             connection.stats.rate_limited += 1
+            if hint_s is not None and hint_s > config.unreachable_s:
+                error.args = (f"{error} The service asks for {hint_s:.0f} s, more than unreachable_s allows.",)
+                raise error
             gate.back_off(hint_s or (5.0 if size > LARGE_BYTES else 1.0))
             _refuse_standstill(connection, operation, started, now)
             _tell_retry(connection, "asample", attempt, hint_s or 0.0, operation.last_error)
@@ -141,6 +144,7 @@ async def _dispatch(connection: Connection, operation: Operation, body: Body) ->
             error.args = (f"sample: gave up after {attempt} attempts in {elapsed_s:.0f} s. Last problem: {error}",)
             raise error
         connection.stats.retries += 1
+        connection.say_unreachable(error, faults)
         _tell_retry(connection, "asample", attempt, delay_s, operation.last_error)
         await connection.clock.sleep(delay_s)
 

@@ -47,13 +47,15 @@ class Turn:
     def __init__(self, connection: Connection, operation: Operation, seq_ids: range) -> None:
         self.connection = connection
         self.operation = operation
-        self._seq_ids = iter(seq_ids)
+        self.unsent = seq_ids
+        """Numbers that no request has carried yet."""
 
     async def send(
         self, endpoint: Endpoint, encode: Callable[[int, Dialect], Body], size_hint: int = 0
     ) -> Coroutine[Any, Any, Any]:
         """Submit the next request of this operation; returns a coroutine that waits for its result."""
-        return await submit(self.connection, self.operation, endpoint, next(self._seq_ids), encode, size_hint)
+        seq_id, self.unsent = self.unsent[0], self.unsent[1:]
+        return await submit(self.connection, self.operation, endpoint, seq_id, encode, size_hint)
 
 
 class Entry(NamedTuple):
@@ -125,6 +127,7 @@ class Lane:
         while self._queue:
             entry = self._queue.popleft()
             if entry.future.cancelled():
+                self._give_back(entry.seq_ids)
                 entry.context.run(connection.end, entry.operation, ClosedError("cancelled before it was sent"))
                 continue
             await self._take_turn(connection, entry)
@@ -133,12 +136,14 @@ class Lane:
         operation, future, program, seq_ids, context = entry
         left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
         # A task of its own, so that cancelling the operation ends the turn and not the lane.
-        turn = connection.loop.loop.create_task(program(Turn(connection, operation, seq_ids)), context=context)
+        held = Turn(connection, operation, seq_ids)
+        turn = connection.loop.loop.create_task(program(held), context=context)
         future.add_done_callback(lambda done: connection.loop.cancel(turn) if done.cancelled() else None)
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
                 completion = await turn
         except Exception as problem:
+            self._give_back(held.unsent)
             if isinstance(problem, TimeoutError) and not isinstance(problem, DeadlineExceeded):
                 problem = DeadlineExceeded(
                     f"Gave up after {connection.config.deadline_s:.0f} s: "
@@ -147,6 +152,7 @@ class Lane:
             context.run(self._fail, connection, operation, future, problem)
             return
         except asyncio.CancelledError:
+            self._give_back(held.unsent)
             if future.cancelled() and turn.cancelled():
                 context.run(connection.end, operation, ClosedError("cancelled during its turn"))
                 return
@@ -156,6 +162,12 @@ class Lane:
         left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
         task = connection.loop.spawn(connection.drive(operation, future, completion, max(left_s, 0.0)), context)
         future.add_done_callback(lambda done: self._settled(connection, done, task))
+
+    def _give_back(self, unsent: range) -> None:
+        """Numbers that never left, if no later ones are taken: a service waits for a missing one before it goes on."""
+        with self._lock:
+            if unsent and self.next_seq_id == unsent.stop:
+                self.next_seq_id = unsent.start
 
     def _settled(self, connection: Connection, future: APIFuture[Any], task: asyncio.Task[None]) -> None:
         if future.cancelled():

@@ -252,9 +252,3 @@ class ConnectionPool:
         self._idle = kept
         if kept:
             self._reaper = self._loop.call_later(IDLE_S / 2, self._reap)
-
-    def close(self) -> None:
-        if self._reaper is not None:
-            self._reaper.cancel()
-        for connection in self._connections:
-            connection.close()

@@ -309,7 +309,7 @@ class SamplingClient(Handle):
         return _unpickle, (*self._pickled(), self._sampling_session_id, self.base_model, self.model_path)
 
     def __repr__(self) -> str:
-        return f"<SamplingClient {self.model_path or self.base_model or self._sampling_session_id}>"
+        return f"<SamplingClient {self.model_path or self._sampling_session_id}>"
 
 
 def create_sampling_client(
