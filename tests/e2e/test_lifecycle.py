@@ -224,6 +224,21 @@ def test_closing_towards_a_service_that_does_not_answer_is_bounded(
         client.create_sampling_client(base_model=MODEL)
 
 
+def test_the_sdk_keeps_its_own_kind_of_loop_whatever_the_program_has_set(proto_service: ScriptedService) -> None:
+    code = (
+        "import asyncio\n"
+        "class Policy(asyncio.DefaultEventLoopPolicy):\n"
+        "    def new_event_loop(self):\n"
+        "        raise SystemExit('asked for a loop of the policy')\n"
+        "asyncio.set_event_loop_policy(Policy())\n"
+        "import tinkex\n"
+        f"service = tinkex.ServiceClient(base_url={proto_service.url!r}, telemetry=False)\n"
+        "print(len(service.get_server_capabilities().supported_models))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "1", done.stderr
+
+
 def test_an_unused_client_starts_nothing_and_leaves_nothing() -> None:
     code = (
         "import gc, threading, tinkex\n"

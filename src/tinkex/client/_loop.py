@@ -11,6 +11,7 @@ import atexit
 import contextvars
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -80,11 +81,21 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
         return box
 
 
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """The standard library's own loop, whatever policy the program has set: a uvloop policy is about the user's loops.
+
+    Other loops lack what `_dial` uses and do not survive a fork.
+    """
+    if sys.platform == "win32":
+        return asyncio.ProactorEventLoop()
+    return asyncio.SelectorEventLoop()
+
+
 class LoopThread:
     """The SDK's own loop."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = _new_loop()
         self._mailbox = Mailbox(self.loop)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._goodbyes: dict[int, Callable[[], Coroutine[Any, Any, None]]] = {}
