@@ -149,7 +149,8 @@ def test_a_service_without_the_finish_call_can_be_closed(connect: Connect) -> No
     with ScriptedService(base_models=[MODEL], missing=["finish_session"]) as service:
         client = connect(service)
         client.create_sampling_client(base_model=MODEL)
-        client.close().result(10)
+        assert client.close().result(10) is None
+        assert [request.status for request in service.requests_to("finish_session")] == [404]
 
 
 def test_with_tells_the_service_how_it_ended(service: ScriptedService, connect: Connect) -> None:

@@ -75,7 +75,7 @@ def test_a_listener_that_calls_exit_fails_nothing(proto_service: ScriptedService
     training = connect(proto_service).create_lora_training_client(MODEL)
     stop = tinkex.on(event, _leave)
     try:
-        training.forward_backward([datum()], "cross_entropy").result(10)
+        assert training.forward_backward([datum()], "cross_entropy").result(10).loss_fn_outputs
     finally:
         stop()
 
@@ -338,12 +338,17 @@ def test_the_time_an_announced_answer_took_to_fetch_is_told_apart(connect: Conne
 
 
 def test_a_gate_with_no_places_still_admits_one_at_a_time() -> None:
-    async def main() -> None:
+    async def main() -> tuple[int, bool, int]:
         gate = Gate(REAL, 0)
         await asyncio.wait_for(gate.acquire(), 1)
+        second = asyncio.ensure_future(gate.acquire())
+        await asyncio.sleep(0)
+        held, is_in = gate.held, second.done()
         gate.release()
+        await asyncio.wait_for(second, 1)
+        return held, is_in, gate.held
 
-    asyncio.run(main())
+    assert asyncio.run(main()) == (1, False, 1)
 
 
 def test_small_ones_go_on_when_the_large_one_before_them_is_cancelled() -> None:
