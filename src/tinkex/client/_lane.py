@@ -81,7 +81,6 @@ class Lane:
         self._queue: deque[Entry] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._unseen: deque[APIFuture[Any]] = deque(maxlen=16)
-        self._closed_by: str | None = None
         _lanes.add(self)
 
     def submit(self, kind: str, program: Program[T], count: int = 1) -> APIFuture[T]:
@@ -103,19 +102,12 @@ class Lane:
         future: APIFuture[T] = APIFuture(operation)
         operation.future = future
         with self._lock:
-            if self._closed_by is not None:
-                raise ClosedError(f"{kind}: {self._closed_by}")
             seq_ids = range(self.next_seq_id, self.next_seq_id + count)
             self.next_seq_id += count
             operation.seq_id = seq_ids.start
             entry = Entry(operation, future, program, seq_ids, contextvars.copy_context())
             connection.loop.post(self._enqueue, connection, entry)
         return future
-
-    def close(self, reason: str) -> None:
-        """Refuse new operations; what is queued still runs."""
-        with self._lock:
-            self._closed_by = reason
 
     def _enqueue(self, connection: Connection, entry: Entry) -> None:
         entry.context.run(connection.begin, entry.operation)

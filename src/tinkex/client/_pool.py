@@ -142,7 +142,7 @@ class ConnectionPool:
                 if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                     given = waiter.result()
                     if given is None:
-                        self._wake_one(None)
+                        self._wake_one()
                     else:
                         self._release(given)
                 raise
@@ -173,11 +173,11 @@ class ConnectionPool:
                 problem = ConnectTimeout(f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
             if problem.errno not in NO_FILES:
                 self._disappoint(problem)
-            self._wake_one(None)
+            self._wake_one()
             raise problem from None
         except BaseException:
             self._opening -= 1
-            self._wake_one(None)  # given up by its caller, not by the service: the next may try
+            self._wake_one()  # given up by its caller, not by the service: the next may try
             raise
         self._opening -= 1
         connection.in_use = 1
@@ -187,7 +187,7 @@ class ConnectionPool:
             self._idle.append(connection)
         # Those who find place on it; or, if it carries one exchange only, those who may now open their own.
         for _ in range(connection.capacity - 1 or self._limit - self.size):
-            self._wake_one(None)
+            self._wake_one()
         return connection
 
     def _disappoint(self, problem: OSError) -> None:
@@ -204,7 +204,7 @@ class ConnectionPool:
         if connection.is_closed or connection.capacity == 0 or len(self._connections) > self._limit:
             if connection.in_use == 0:
                 self._drop(connection)
-            self._wake_one(None)
+            self._wake_one()
             return
         if connection.capacity == 1:
             while self._waiters:
@@ -216,15 +216,15 @@ class ConnectionPool:
         connection.idle_since = self._loop.time()
         if connection not in self._idle if connection.capacity > 1 else True:
             self._idle.append(connection)
-        self._wake_one(None)
+        self._wake_one()
         if self._reaper is None:
             self._reaper = self._loop.call_later(IDLE_S, self._reap)
 
-    def _wake_one(self, connection: Connection | None) -> None:
+    def _wake_one(self) -> None:
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
-                waiter.set_result(connection)
+                waiter.set_result(None)
                 return
 
     def _drop(self, connection: Connection) -> None:
