@@ -12,7 +12,7 @@ help:  ## this list
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a few minutes the first time: torch is the large part)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,torch]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,local,postgres]'
 	@touch $@
 
 test: $(READY)  ## all tests that fit into a few minutes

@@ -70,6 +70,29 @@ def _default(name: str) -> str:
     return f"`{value}`" if isinstance(value, str) and value else "" if value in (None, "", (), {}) else str(value)
 
 
+def serve_table() -> str:
+    rows = ["| flag | environment | in `[serve]` | default | what it is |", "|---|---|---|---|---|"]
+    rows += [
+        f"| `{row.flag}` | `{row.variable}` | `{row.key}` | {_serve_default(row.name)} | {row.about} |"
+        for row in settings.SERVE
+    ]
+    return "\n".join(rows)
+
+
+def _serve_default(name: str) -> str:
+    places = {
+        "data_dir": "the user's data folder",
+        "cache_dir": "the user's cache folder",
+        "database_url": "`tinkex.db` in the data folder",
+    }
+    value = getattr(settings.ServeConfig(), name)
+    if name in places or value in (None, ()):
+        return places.get(name, "")
+    if isinstance(value, tuple):
+        value = ", ".join(value)
+    return f"`{value}`" if isinstance(value, str) else f"{value:,.10g}" if value >= 10_000 else f"{value:g}"
+
+
 def error_table() -> str:
     statuses: dict[Error, str] = {kind: str(status) for status, kind in errors._BY_STATUS.items()}
     statuses[errors.InternalServerError] = "5xx"
@@ -149,7 +172,7 @@ def _command(parser: argparse.ArgumentParser) -> str:
 
 def _is_own(action: argparse.Action, parser: argparse.ArgumentParser) -> bool:
     """Not `--help`, not the commands below; what is shared by all stands at the top only."""
-    if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
+    if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)) or action.help == argparse.SUPPRESS:
         return False
     return parser.prog == "tinkex" or action.dest not in cli.DEFAULTS
 
@@ -164,20 +187,21 @@ def _words(action: argparse.Action) -> str:
     return ", ".join(f"`{word}{f' {value}' if value else ''}`" for word in action.option_strings)
 
 
-MADE: dict[str, Callable[[], str]] = {
-    "settings.md": settings_table,
-    "errors.md": error_table,
-    "cli.md": command_pages,
+MADE: dict[str, tuple[Callable[[], str], ...]] = {
+    "settings.md": (settings_table, serve_table),
+    "errors.md": (error_table,),
+    "cli.md": (command_pages,),
 }
-"""Page → what makes its part."""
+"""Page → what makes its parts, in their order."""
 
 
 def made(page: str) -> tuple[str, str]:
     """The page as it is, and as it should be."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    if len(MARKS.findall(text)) != 1:
-        raise SystemExit(f"docs/{page} needs one pair of marks: {MARKS.pattern}")
-    return text, MARKS.sub(lambda found: f"{found[1]}{MADE[page]()}\n{found[2]}", text)
+    makers = iter(MADE[page])
+    if len(MARKS.findall(text)) != len(MADE[page]):
+        raise SystemExit(f"docs/{page} needs pairs of marks, one for each of {len(MADE[page])} parts: {MARKS.pattern}")
+    return text, MARKS.sub(lambda found: f"{found[1]}{next(makers)()}\n{found[2]}", text)
 
 
 def main(argv: list[str]) -> int:

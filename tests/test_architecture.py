@@ -28,12 +28,22 @@ ARROWS = {
     "wire": {"errors", "types"},
     "client": {"errors", "clock", "settings", "events", "types", "wire", "_version"},
     "as_tinker": {"errors", "settings", "events", "types", "client", "_version"},
-    "cli": {"errors", "clock", "settings", "events", "types", "wire", "client", "_version"},
+    "engine": {"errors", "clock", "types", "_version"},
+    "store": {"errors", "clock", "types"},
+    "server": {"errors", "clock", "settings", "types", "wire", "engine", "store", "_version"},
+    "embed": {"errors", "clock", "settings", "client", "_version"},
+    "cli": {
+        "errors", "clock", "settings", "events", "types", "wire", "client", "engine", "store", "server", "embed",
+        "_version",
+    },
     "testing": {"errors", "clock", "settings", "types", "wire", "_version"},
-    "__init__": {"errors", "settings", "events", "types", "client", "testing", "_version"},
+    "__init__": {"errors", "settings", "events", "types", "client", "embed", "testing", "_version"},
     "__main__": {"cli"},
-}
+}  # fmt: skip
 """Room → rooms it may import (besides itself). Nothing imports testing; client and wire never look up."""
+
+ENGINE_DOORS = {"base", "frames", "commands", "models", "local_engine"}
+"""What the server may import of the engine: records, bytes, names of models, the engine's process. No maths."""
 
 
 def sources() -> list[Path]:
@@ -69,6 +79,34 @@ def test_every_arrow_between_rooms_is_allowed() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_server_sees_only_the_front_rooms_of_the_engine() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
+        for path in sources()
+        if room(path) == "server"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tinkex.engine")
+        for name in ([alias.name for alias in node.names] if node.module == "tinkex.engine" else [node.module or ""])
+        if name.removeprefix("tinkex.engine.") not in ENGINE_DOORS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_and_transformers_are_loaded_by_the_engine_alone() -> None:
+    """The SDK meets torch where a caller brought it along: custom losses, tensors, tokenizers."""
+    met = {"types/inputs.py", "types/tensor.py", "client/tokenizer.py", "client/custom_loss.py"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources()
+        if room(path) != "engine" and str(path.relative_to(PACKAGE)) not in met
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.partition(".")[0] in ("torch", "transformers", "peft")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_files_stay_below_600_lines() -> None:
     wrong = [f"{path.relative_to(ROOT)}: {n}" for path in sources() if (n := len(path.read_text().splitlines())) > 600]
     assert not wrong, "\n".join(wrong)
@@ -87,7 +125,7 @@ def test_functions_stay_below_80_lines() -> None:
 @pytest.mark.parametrize(
     ("pattern", "allowed"),
     [
-        (r"\bos\.(environ|getenv)\b", {"settings.py"}),
+        (r"\bos\.(environ|getenv)\b", {"settings/client.py", "settings/serve.py"}),
         (r"\btime\.(time|monotonic|sleep)\(", {"clock.py"}),
         (r"\bimport (httptools|h2\b)", {"client/_http1.py", "client/_http2.py"}),
         (r"\bdef __del__\b", set()),

@@ -19,8 +19,9 @@ import pkgutil, sys, tinkex
 from tinkex.testing import ScriptedService
 
 assert "site-packages" in tinkex.__file__, tinkex.__file__
+service = ("tinkex.engine.", "tinkex.server.", "tinkex.store.")  # these need the extra `local`
 for found in pkgutil.walk_packages(tinkex.__path__, "tinkex."):
-    if not found.name.endswith(("__main__", "pytest_plugin")):
+    if not found.name.endswith(("__main__", "pytest_plugin")) and not found.name.startswith(service):
         __import__(found.name)
 for name in tinkex.__all__:
     getattr(tinkex, name)

@@ -1,7 +1,7 @@
 """The Tinker API everywhere: fine-tune language models from a loop on your own machine.
 
 Names load on first use, so `import tinkex` costs milliseconds. The public names are those of the official `tinker`
-package, and a few of our own: `on`, `Config`, `SampleStream`.
+package, and a few of our own: `local`, `on`, `Config`, `SampleStream`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _HOMES = {
     "tinkex.client.future": ("APIFuture",),
     "tinkex.client.stream": ("SampleStream", "StreamChunk"),
     "tinkex.client.tokenizer": ("Tokenizer",),
+    "tinkex.embed": ("local",),
     "tinkex.settings": ("Config",),
     "tinkex.events": ("on",),
     "tinkex.errors": (
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from tinkex.client.stream import StreamChunk as StreamChunk
     from tinkex.client.tokenizer import Tokenizer as Tokenizer
     from tinkex.client.training import TrainingClient as TrainingClient
+    from tinkex.embed import local as local
     from tinkex.errors import *  # noqa: F403
     from tinkex.events import on as on
     from tinkex.settings import Config as Config

@@ -103,7 +103,7 @@ def test_a_missing_key_is_found_and_the_rest_is_looked_at(
     run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TINKER_API_KEY")
-    monkeypatch.setattr(settings, "is_loopback", lambda url: False)
+    monkeypatch.setattr(settings.client, "is_loopback", lambda url: False)
     ran = run("doctor", "-o", "json")
     assert ran.code == 1
     assert findings(ran)["key"]["remedy"] == "Set TINKER_API_KEY."

@@ -190,7 +190,7 @@ def test_argument_beats_environment_beats_file_beats_default(tmp_path: Path) -> 
 
 
 def test_a_missing_key_says_what_to_do_and_a_local_service_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_stored_key", lambda: "")
+    monkeypatch.setattr(settings.client, "_stored_key", lambda: "")
     with pytest.raises(tinkex.ConfigError, match="TINKER_API_KEY"):
         settings.resolve({}, base_url="https://example.invalid")
     assert settings.resolve({}, base_url="http://127.0.0.1:8642").api_key == settings.KEYLESS

@@ -175,23 +175,8 @@ def delete(args: argparse.Namespace) -> int:
 def download(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from tinkex.cli.progress import DRAW_S, ProgressBar
-    from tinkex.client.download import download_checkpoint
-
-    bar = ProgressBar()
     folder = Path(args.dir) / folder_name(args.path)
-    future = download_checkpoint(rest_client(args), args.path, folder, bar.update, keep_archive=args.keep_archive)
-    try:
-        while not future.done():
-            _wait(future, DRAW_S)
-            bar.draw()
-        files: list[Path] = future.result()
-    except KeyboardInterrupt:
-        future.cancel()
-        output.remark("\nStart the same command again to go on where this one stopped.")
-        raise
-    finally:
-        bar.finish()
+    files = download_into(args, args.path, folder, keep_archive=args.keep_archive)
     if args.output == "json":
         sizes = {str(file): file.stat().st_size for file in files}
         output.write_json({"path": args.path, "folder": str(folder), "files": sizes})
@@ -199,6 +184,26 @@ def download(args: argparse.Namespace) -> int:
         for file in files:
             print(file)
     return 0
+
+
+def download_into(args: argparse.Namespace, path: str, folder: Path, *, keep_archive: bool = False) -> list[Path]:
+    """Fetch a checkpoint's files, showing how far it is. The same call goes on where an earlier one stopped."""
+    from tinkex.cli.progress import DRAW_S, ProgressBar
+    from tinkex.client.download import download_checkpoint
+
+    bar = ProgressBar()
+    future = download_checkpoint(rest_client(args), path, folder, bar.update, keep_archive=keep_archive)
+    try:
+        while not future.done():
+            _wait(future, DRAW_S)
+            bar.draw()
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        output.remark("\nStart the same command again to go on where this one stopped.")
+        raise
+    finally:
+        bar.finish()
 
 
 def folder_name(path: str) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 
 from tinkex._version import PROTOCOL_VERSION, __version__
 
-ABOUT = "Fine-tune language models through the Tinker API: look after runs and checkpoints, sample, find faults."
+ABOUT = "Fine-tune language models through the Tinker API: serve models, look after runs and checkpoints, sample."
 EXAMPLES = """\
 examples:
+  tinkex serve                                    a service of your own, on this machine
   tinkex doctor                                   what is wrong with my set-up?
   tinkex run list                                 my training runs
   tinkex checkpoint list --expires-within 2d      what will be gone soon
@@ -29,6 +30,11 @@ NOUNS = {
     "checkpoint": "look after saved weights",
     "sample": "let a model go on from a prompt",
     "doctor": "find out what is wrong with the set-up",
+    "export": "turn a checkpoint into files for other programs",
+    "serve": "run a service on this machine",
+    "key": "say who may use your service",
+    "backup": "copy all that your service keeps",
+    "gc": "free the space of what your service needs no more",
 }
 """Commands with a file of their own, `cli/NAME.py`, and what they are for."""
 DEFAULTS = {"output": "table", "base_url": None, "api_key": None, "debug": False}
@@ -62,18 +68,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The words of the command line. The shared options may stand before and after the command."""
     # Absent unless given: a default of the inner parser would overwrite what stood before the command.
-    shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS, formatter_class=Formatter)
-    group = shared.add_argument_group("everywhere")
+    local = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS, formatter_class=Formatter)
+    group = local.add_argument_group("everywhere")
     group.add_argument(
         "-o", "--output", "-f", "--format", dest="output", choices=("table", "json"), help="for people, or for programs"
     )
+    group.add_argument("--debug", action="store_true", help="log everything, and show tracebacks")
+    shared = argparse.ArgumentParser(
+        add_help=False, argument_default=argparse.SUPPRESS, formatter_class=Formatter, parents=[local]
+    )
+    group = shared.add_argument_group("the service")
     group.add_argument("--base-url", metavar="URL", help="the service (default: TINKER_BASE_URL)")
     group.add_argument(
         "--api-key",
         metavar="KEY",
         help="discouraged: other users of this machine can read command lines. Set TINKER_API_KEY instead",
     )
-    group.add_argument("--debug", action="store_true", help="log everything, and show tracebacks")
     top = argparse.ArgumentParser(
         "tinkex",
         description=ABOUT,
@@ -83,7 +93,7 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"tinkex {__version__}")
-    words = Words(top, "tinkex", shared)
+    words = Words(top, "tinkex", shared, local)
     for name, about in NOUNS.items():
         if name in argv:
             import_module(f"tinkex.cli.{name}").add(words, about)
@@ -105,22 +115,34 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Words:
-    """Adds commands that all have the shared options, a description and an example."""
+    """Adds commands that all have the shared options, a description and an example.
 
-    def __init__(self, above: argparse.ArgumentParser, prog: str, shared: argparse.ArgumentParser) -> None:
+    A local command talks to no service, so it has the options for output only.
+    """
+
+    def __init__(
+        self,
+        above: argparse.ArgumentParser,
+        prog: str,
+        shared: argparse.ArgumentParser,
+        local: argparse.ArgumentParser,
+    ) -> None:
         # Named here because argparse would otherwise load its formatter to find the name out.
         self._commands = above.add_subparsers(title="commands", metavar="COMMAND", required=True, prog=prog)
         self._prog = prog
         self._shared = shared
+        self._local = local
 
-    def add(self, name: str, run: Any, about: str, *examples: str, more: str = "") -> argparse.ArgumentParser:
+    def add(
+        self, name: str, run: Any, about: str, *examples: str, more: str = "", is_local: bool = False
+    ) -> argparse.ArgumentParser:
         """A command that runs `run(args)`; with None for it, a noun that has commands of its own."""
         made: argparse.ArgumentParser = self._commands.add_parser(
             name,
             help=about,
             description=f"{about[0].upper()}{about[1:]}." + (f"\n\n{more}" if more else ""),
             epilog="\n  ".join(("examples:" if len(examples) > 1 else "example:", *examples)),
-            parents=[self._shared],
+            parents=[self._local if is_local else self._shared],
             formatter_class=Formatter,
             allow_abbrev=False,
         )
@@ -128,9 +150,10 @@ class Words:
             made.set_defaults(run=run)
         return made
 
-    def noun(self, name: str, about: str, *examples: str) -> Words:
+    def noun(self, name: str, about: str, *examples: str, is_local: bool = False) -> Words:
         """A word that has commands of its own."""
-        return Words(self.add(name, None, about, *examples), f"{self._prog} {name}", self._shared)
+        made = self.add(name, None, about, *examples, is_local=is_local)
+        return Words(made, f"{self._prog} {name}", self._local if is_local else self._shared, self._local)
 
 
 def version(args: argparse.Namespace) -> int:

@@ -108,6 +108,26 @@ class ProgressBar:
         return (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
 
 
+class Fetching:
+    """Shows how far the making of a base model has come. Called on one thread, which is also the one that draws."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Clock = REAL) -> None:
+        self._bar = ProgressBar(stream, clock)
+        self._clock = clock
+        self._drawn_at = -DRAW_S
+
+    def update(self, what: str, done_bytes: int, total_bytes: int) -> None:
+        from tinkex.client.download import Progress
+
+        self._bar.update(Progress(what, done_bytes, total_bytes or None))
+        if self._clock.now() - self._drawn_at >= DRAW_S:
+            self._drawn_at = self._clock.now()
+            self._bar.draw()
+
+    def finish(self) -> None:
+        self._bar.finish()
+
+
 def _summary(progress: Progress) -> str:
     done, total = progress.done_bytes, progress.total_bytes
     what = size(done) if total is None or done >= total else f"{size(done)} of {size(total)}"

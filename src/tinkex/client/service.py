@@ -17,6 +17,7 @@ from tinkex.client.sampling import SamplingClient, create_sampling_client, learn
 from tinkex.client.training import TrainingClient
 from tinkex.errors import APIResponseValidationError, NotFoundError, ValidationError
 from tinkex.types import (
+    GetInfoResponse,
     GetServerCapabilitiesResponse,
     LoraConfig,
     OptimizerConfig,
@@ -137,6 +138,18 @@ class ServiceClient(Handle):
         weights_access_token: str | None = None,
     ) -> TrainingClient:
         return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
+
+    def create_training_client_from_run(self, model_id: str) -> TrainingClient:
+        """Go on with a run that is alive on the service, after this program or its machine went down.
+
+        Nothing is loaded or lost: weights, optimizer and gathered gradients are as the last accepted operation left
+        them. For one client at a time: two that train the same run would use the same numbers. Needs a service of our
+        own; elsewhere go on from a saved state.
+        """
+        return self._from_run(model_id).result()
+
+    async def create_training_client_from_run_async(self, model_id: str) -> TrainingClient:
+        return await self._from_run(model_id)
 
     # -- other clients ----------------------------------------------------------------------------------------------
 
@@ -292,6 +305,27 @@ class ServiceClient(Handle):
             load = client.load_state_with_optimizer if with_optimizer else client.load_state
             await load(path, weights_access_token)
             return client
+
+        return connection.run(operation, work)
+
+    def _from_run(self, model_id: str) -> APIFuture[TrainingClient]:
+        if not isinstance(model_id, str) or not model_id:
+            raise ValidationError("model_id must be the id of a training run, as `TrainingClient.model_id` gives it.")
+        operation = self._session.operation("create_training_client_from_run")
+        connection = self._session.connect()
+
+        async def work() -> TrainingClient:
+            info: GetInfoResponse = await self._ask(
+                endpoints.GET_INFO, lambda dialect: bodies.get_info(model_id, dialect=dialect)
+            )
+            if info.last_seq_id is None:
+                raise ValidationError(
+                    "This service does not say how far a run has come, so no second client can go on with it. "
+                    "Use create_training_client_from_state_with_optimizer with a path that save_state gave."
+                )
+            connection.loop.spawn(learn_context_lengths(self._session))
+            base_model = info.model_name or info.model_data.model_name
+            return TrainingClient(self._session, info.model_id, base_model=base_model, next_seq_id=info.last_seq_id + 1)
 
         return connection.run(operation, work)
 

@@ -44,6 +44,8 @@ class GetInfoResponse(Value):
     is_lora: bool | None = None
     lora_rank: int | None = None
     model_name: str | None = None
+    last_seq_id: int | None = None
+    """The highest number of an operation that the service has received. Services of our own say it."""
 
 
 class GetSamplerResponse(Value):

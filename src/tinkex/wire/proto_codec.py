@@ -120,6 +120,15 @@ def decode_forward_backward_request(content: bytes) -> ForwardBackwardRequest | 
     return ForwardBackwardRequest(forward_backward_input=batch, model_id=request.model_id, seq_id=request.seq_id)
 
 
+def peek_forward_backward_request(content: bytes) -> tuple[str | None, int | None]:
+    """Model and number of a request whose data cannot be read, as far as they can."""
+    try:
+        request = parse(pb.ForwardBackwardRequest, content)
+    except ValidationError:
+        return None, None
+    return request.model_id, request.seq_id
+
+
 def _read_datum(datum: Any, index: int) -> Datum:
     try:
         model_input = ModelInput(chunks=[_read_chunk(chunk) for chunk in datum.model_input])

@@ -1,4 +1,4 @@
-"""The only reader of the environment and of configuration files. An explicit argument always wins.
+"""What a client needs to know. An explicit argument always wins.
 
 Order: argument, environment, file (`tinkex.toml` in the user's configuration folder, or named by TINKEX_CONFIG,
 table `[client]`), what other programs are told by the environment too (proxies, certificates), default. Every name
@@ -8,7 +8,6 @@ stands in one of the tables below; `docs/settings.md` is made from them.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.errors import ConfigError
+from tinkex.settings.places import cache_dir, config_file, config_table
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -113,7 +113,7 @@ def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Confi
     if not merged.get("api_key"):
         merged["api_key"] = _key_from(command) or _stored_key() or _keyless(merged["base_url"])
     merged["pools"] = {**POOL_SIZES, **merged.get("pools", {})}
-    merged.setdefault("cache_dir", str(_cache_dir(environ)))
+    merged.setdefault("cache_dir", str(cache_dir(environ)))
     return Config(**merged)
 
 
@@ -131,7 +131,7 @@ def allows_colour(environ: Mapping[str, str] | None = None) -> bool:
 def sources(environ: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, str]:
     """Where `resolve` takes each value from, in words: "argument", a variable, a file, "default"."""
     environ = os.environ if environ is None else environ
-    table, variables, path = _file(environ), _from_environment(environ), _file_path(environ)
+    table, variables, path = _file(environ), _from_environment(environ), config_file(environ)
     shared = _from_shared(environ)
     found = {}
     for name in (entry.name for entry in fields(Config)):
@@ -291,28 +291,13 @@ def _number(kind: type, text: str, source: str) -> Any:
 
 
 def _file(environ: Mapping[str, str]) -> dict[str, Any]:
-    path = _file_path(environ)
-    if not path.is_file():
-        if environ.get("TINKEX_CONFIG"):
-            raise ConfigError(f"TINKEX_CONFIG names {path}, which is not a file.")
-        return {}
-    import tomllib
-
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("client", {})
-    except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"{path} is not valid TOML: {problem}") from None
+    table = config_table(environ, "client")
     known = {entry.name for entry in fields(Config)} | {"credential_cmd"}
     if unknown := sorted(table.keys() - known):
-        raise ConfigError(f"{path} has unknown settings in [client]: {', '.join(unknown)}.")
+        raise ConfigError(f"{config_file(environ)} has unknown settings in [client]: {', '.join(unknown)}.")
     if "tags" in table:
         table["tags"] = tuple(table["tags"])
     return dict(table)
-
-
-def _file_path(environ: Mapping[str, str]) -> Path:
-    named = environ.get("TINKEX_CONFIG")
-    return Path(named) if named else _config_dir(environ) / "tinkex.toml"
 
 
 def _key_from(command: str | None) -> str:
@@ -351,17 +336,3 @@ def _keyless(base_url: str) -> str:
         "No API key. Pass api_key=..., or set TINKER_API_KEY. A service on this machine "
         "(base_url=http://127.0.0.1:...) needs none."
     )
-
-
-def _config_dir(environ: Mapping[str, str]) -> Path:
-    if sys.platform == "win32":
-        return Path(environ.get("APPDATA") or Path.home()) / "tinkex"
-    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "tinkex"
-
-
-def _cache_dir(environ: Mapping[str, str]) -> Path:
-    if sys.platform == "win32":
-        return Path(environ.get("LOCALAPPDATA") or Path.home()) / "tinkex" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "tinkex"
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkex"

@@ -1,0 +1,354 @@
+"""One decode batch: sampling requests of one base model with one set of weights, which join and leave between steps.
+
+A request's prompt is prefilled once, in chunks, into a cache of its own; each of its sequences then joins the batch as
+a row with a copy of it. Whether there is room for a row is the caller's to say (`Sampler`).
+
+Axes: B rows of the batch, T tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.base import EngineFault, Sampled, SampleEvent, SampleSpec, Tokens
+from tinkex.engine.base import Sequence as SampledSequence
+from tinkex.engine.kv_cache import RowCache, padding_mask
+from tinkex.engine.logits import Chooser, choose, ranked
+from tinkex.engine.lora import LoraWeights, Segment
+from tinkex.engine.model import Model
+from tinkex.engine.prompt_scores import PromptScores, not_finite, pairs_of
+from tinkex.engine.stops import StopStrings
+
+logger = logging.getLogger("tinkex.engine")
+
+CHUNK = 512
+"""Prompt tokens of one step. Larger multiplies run little faster, and everybody else waits for them."""
+
+Event = tuple[int, SampleEvent | EngineFault]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A sampling request on its way."""
+
+    number: int
+    spec: SampleSpec
+    most: int
+    """Tokens that a sequence may have at most: as asked, or as the context leaves."""
+    stops: Callable[[], StopStrings] | None
+    """Makes the watcher of one sequence, if there are stop strings."""
+    scores: PromptScores
+    prompt: RowCache | None = field(default_factory=RowCache)
+    """Keys and values of the prompt, as far as it is prefilled; gone when the last sequence has started."""
+    at: int = 0
+    """So many tokens of the prompt are prefilled."""
+    logits_1V: Tensor | None = None
+    """Those that the first token of every sequence is drawn from."""
+    started: int = 0
+    finished: dict[int, SampledSequence] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens of one row at most."""
+        return len(self.spec.prompt) + self.most
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that have not started."""
+        return self.spec.num_samples - self.started
+
+    @property
+    def places(self) -> int:
+        """Rows' worth of room that it needs besides its rows: for the prompt, and for a first row if both must be."""
+        return 2 if self.spec.num_samples > 1 and not self.started else 1
+
+    def result(self) -> Sampled:
+        return Sampled(
+            sequences=[self.finished[index] for index in range(self.spec.num_samples)],
+            prompt_logprobs=self.scores.logprobs,
+            topk_prompt=self.scores.topk,
+            targets=self.scores.targets,
+            alternatives=self.scores.alternatives,
+            prompt_tokens=len(self.spec.prompt),
+        )
+
+
+class Drawn(NamedTuple):
+    """One token, with the most likely ones if they are wanted."""
+
+    token: int
+    logprob: float
+    topk: list[tuple[int, float]] | None
+
+
+class Row:
+    """One sequence of a request."""
+
+    def __init__(self, request: Request, index: int, model: Model) -> None:
+        self.request = request
+        self.spec = request.spec
+        self.index = index
+        self.chooser = Chooser(request.spec, index, model.vocab_size, model.device)
+        self.length = len(request.spec.prompt)
+        """Tokens whose keys are in the cache; the last one drawn is not."""
+        self._stops = request.stops() if request.stops else None
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.topk: list[list[tuple[int, float]]] | None = [] if request.spec.topk_sample > 0 else None
+
+    def take(self, drawn: Drawn) -> str | None:
+        """Add a token that was drawn. Returns why the sequence ends with it, or None."""
+        self.tokens.append(drawn.token)
+        self.logprobs.append(drawn.logprob)
+        if self.topk is not None and drawn.topk is not None:
+            self.topk.append(drawn.topk)
+        self.chooser.note(drawn.token)
+        has_stop_string = self._stops is not None and self._stops.push(drawn.token)
+        if drawn.token in self.spec.stop_tokens or has_stop_string:
+            return "stop"
+        return "length" if len(self.tokens) >= self.request.most else None
+
+    def finish(self, reason: str) -> None:
+        self.request.finished[self.index] = SampledSequence(
+            tokens=self.tokens, logprobs=self.logprobs, stop_reason=reason, topk=self.topk
+        )
+
+
+class DecodeBatch:
+    """Requests that share every weight."""
+
+    def __init__(self, model: Model, weights: LoraWeights | None) -> None:
+        self.model = model
+        self._weights = weights
+        self._cache = RowCache()
+        self._was_prefill = False
+        self.prefilling: deque[Request] = deque()
+        self.starting: deque[Request] = deque()
+        """Prefilled, with sequences that have not started."""
+        self.rows: list[Row] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.prefilling or self.starting or self.rows)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that are in it, each once."""
+        return list(dict.fromkeys([*self.prefilling, *self.starting, *(row.request for row in self.rows)]))
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Rows, prompts counted as such, and the length that the longest of them may reach."""
+        prompts = [*self.prefilling, *self.starting]
+        lengths = [request.length for request in (*prompts, *(row.request for row in self.rows))]
+        return len(self.rows) + sum(request.places for request in prompts), max(lengths, default=0)
+
+    @property
+    def cache_bytes(self) -> int:
+        prompts = [request.prompt for request in (*self.prefilling, *self.starting)]
+        return self._cache.nbytes + sum(prompt.nbytes for prompt in prompts if prompt is not None)
+
+    def step(self, room: Callable[[Request], int]) -> list[Event]:
+        """Prefill one chunk, or decode one token of every row, in turns."""
+        if self.prefilling and not (self.rows and self._was_prefill):
+            self._was_prefill = True
+            return self._prefill() + self.start(room)
+        self._was_prefill = False
+        return self._decode() if self.rows else []
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Take requests out, wherever they are."""
+        gone = set(requests)
+        self.prefilling = deque(request for request in self.prefilling if request not in gone)
+        self.starting = deque(request for request in self.starting if request not in gone)
+        self._leave([row for row in self.rows if row.request in gone])
+
+    def _segments(self, rows: int) -> Sequence[Segment]:
+        return () if self._weights is None else (Segment(self._weights, 0, rows),)
+
+    def _unembed(self, hidden_ND: Tensor) -> Tensor:
+        return self.model.logits(hidden_ND, self._segments(hidden_ND.shape[0]))
+
+    # Prompts
+
+    def _prefill(self) -> list[Event]:
+        """A chunk's worth of prompt tokens: part of a long prompt, or several short ones."""
+        events: list[Event] = []
+        budget = CHUNK
+        while self.prefilling and budget > 0:
+            request = self.prefilling[0]
+            tokens = request.spec.prompt[request.at : request.at + budget]
+            budget -= len(tokens)
+            try:
+                self._read_prompt(request, tokens)
+            except Exception as error:  # this request's trouble must not become the others'
+                self.prefilling.popleft()
+                events.append((request.number, as_fault(error, request)))
+                continue
+            if request.at == len(request.spec.prompt):
+                self.starting.append(self.prefilling.popleft())
+        return events
+
+    def _read_prompt(self, request: Request, tokens: Sequence[int]) -> None:
+        device = self.model.device
+        tokens_BT = torch.tensor([tokens], device=device)
+        positions_BT = torch.arange(request.at, request.at + len(tokens), device=device)[None]
+        hidden_TD = self.model.hidden(tokens_BT, self._segments(1), positions_BT=positions_BT, cache=request.prompt)[0]
+        request.scores.read(hidden_TD, request.at, self._unembed, self.model.vocab_size)
+        request.at += len(tokens)
+        if request.at == len(request.spec.prompt) and request.most > 0:
+            request.logits_1V = self._unembed(hidden_TD[-1:])
+
+    # Rows
+
+    def start(self, room: Callable[[Request], int]) -> list[Event]:
+        """Start as many sequences of prefilled prompts as there is room for, first come first served."""
+        events: list[Event] = []
+        while self.starting:
+            request = self.starting[0]
+            # With its last sequence a request gives up its prompt's place; and a batch never stands still.
+            free = room(request) + request.places
+            count = request.waiting if request.waiting <= free else max(free - 1, 0 if self.rows else 1)
+            if count == 0 and request.waiting:
+                break
+            if count == request.waiting:
+                self.starting.popleft()
+            try:
+                events += self._start(request, count)
+            except Exception as error:  # as above
+                self.drop([request])
+                events.append((request.number, as_fault(error, request)))
+        return events
+
+    def _start(self, request: Request, count: int) -> list[Event]:
+        rows = [Row(request, request.started + place, self.model) for place in range(count)]
+        request.started += count
+        events: list[Event] = []
+        if request.logits_1V is None:
+            for row in rows:
+                row.finish("length")
+        elif rows:
+            drawn = self._draw(request.logits_1V.expand(count, -1), rows)
+            if None in drawn:
+                raise not_finite()
+            events, over = _take(rows, drawn)
+            alive = [row for row in rows if row not in over]
+            if alive and request.prompt is not None:
+                self._cache.join(request.prompt, len(alive))
+                self.rows += alive
+        if not request.waiting:
+            request.prompt = request.logits_1V = None
+        return events + _results([request])
+
+    def _decode(self) -> list[Event]:
+        """The next token of every row."""
+        width = self._cache.width
+        try:
+            drawn = self._draw(self._next_logits(width + 1), self.rows)
+        except Exception as error:  # the batch may have become too large: without its last request it goes on
+            last = max((row.request for row in self.rows), key=lambda request: request.number)
+            self._cache.roll_back(width)
+            self.drop([last])
+            return [(last.number, as_fault(error, last))]
+        for row in self.rows:
+            row.length += 1
+        broken = {row.request: None for row, token in zip(self.rows, drawn, strict=True) if token is None}
+        events, over = _take(self.rows, drawn)
+        self._leave(over)
+        self.drop(broken)
+        events += [(request.number, not_finite()) for request in broken]
+        return events + _results(row.request for row in over if row.request not in broken)
+
+    def _next_logits(self, width: int) -> Tensor:
+        device = self.model.device
+        tokens_BT = torch.tensor([[row.tokens[-1]] for row in self.rows], device=device)
+        positions_BT = torch.tensor([[row.length] for row in self.rows], device=device)
+        mask_BT = padding_mask([row.length + 1 for row in self.rows], width, device)
+        hidden_BTD = self.model.hidden(
+            tokens_BT,
+            self._segments(len(self.rows)),
+            mask_BT=mask_BT,
+            positions_BT=positions_BT,
+            cache=self._cache,
+        )
+        return self._unembed(hidden_BTD[:, -1])
+
+    def _draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[Drawn | None]:
+        """A token for every row, or None where the model gives no finite probabilities. The rows stay as they are."""
+        total_B = logits_BV.logsumexp(1)
+        is_finite_B = total_B.isfinite()
+        if not bool(is_finite_B.all()):
+            logits_BV = torch.where(is_finite_B[:, None], logits_BV, 0.0)
+        tokens = choose(logits_BV, [row.chooser for row in rows])
+        tokens_B1 = torch.tensor(tokens, device=logits_BV.device)[:, None]
+        logprobs = (logits_BV.gather(1, tokens_B1)[:, 0] - total_B).tolist()
+        topk: dict[int, list[tuple[int, float]]] = {}
+        asking = [place for place, row in enumerate(rows) if row.topk is not None]
+        if asking:
+            values_NK, tokens_NK = ranked(logits_BV[asking], max(rows[place].spec.topk_sample for place in asking))
+            found = pairs_of(tokens_NK, values_NK - total_B[asking, None])
+            topk = {place: pairs[: rows[place].spec.topk_sample] for place, pairs in zip(asking, found, strict=True)}
+        return [
+            Drawn(token, logprob, topk.get(place)) if is_finite else None
+            for place, (token, logprob, is_finite) in enumerate(
+                zip(tokens, logprobs, is_finite_B.tolist(), strict=True)
+            )
+        ]
+
+    def _leave(self, gone: Sequence[Row]) -> None:
+        if not gone:
+            return
+        places = [place for place, row in enumerate(self.rows) if row in gone]
+        order = self._cache.leave(places, [row.length for row in self.rows])
+        self.rows = [self.rows[place] for place in order]
+        if not self.rows:
+            self._cache = RowCache()
+
+
+def _take(rows: Sequence[Row], drawn: Sequence[Drawn | None]) -> tuple[list[Event], list[Row]]:
+    """Give the rows their tokens: what is to be streamed, and the rows that are over."""
+    events: list[Event] = []
+    over = []
+    for row, token in zip(rows, drawn, strict=True):
+        if token is None:
+            continue
+        if row.spec.is_streamed:
+            events.append((row.request.number, Tokens(row.index, [token.token], [token.logprob])))
+        reason = row.take(token)
+        if reason is not None:
+            row.finish(reason)
+            over.append(row)
+    return events, over
+
+
+def _results(requests: Iterable[Request]) -> list[Event]:
+    """The answers of those requests that have all their sequences."""
+    done = {request: None for request in requests if len(request.finished) == request.spec.num_samples}
+    return [(request.number, request.result()) for request in done]
+
+
+def as_fault(error: Exception, request: Request) -> EngineFault:
+    """What the caller is told. The log has the rest."""
+    if isinstance(error, EngineFault):
+        return error
+    logger.error("sampling failed", exc_info=error)
+    what = (
+        f"a prompt of {len(request.spec.prompt)} tokens, {request.spec.num_samples} x {request.most} tokens asked for"
+    )
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+        return EngineFault(
+            f"The engine had not enough memory for this request ({what}). "
+            "Ask for fewer or shorter samples, or again when less is going on.",
+            "server",
+        )
+    return EngineFault(
+        f"The engine failed at this request ({what}): {type(error).__name__}. The log of the service has the details.",
+        "server",
+    )

@@ -1,0 +1,201 @@
+"""The sampler: takes sampling requests, runs them in decode batches, and gives out tokens and answers as they come.
+
+One batch per (base model, weights); batches take turns, one step each. Requests wait, first come first served, until
+there is room for them. Weights are read from their folders when they are needed and never touch what is being trained.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tinkex.engine.base import EngineFault, SampleSpec
+from tinkex.engine.checkpoint import read_weights
+from tinkex.engine.decode import DecodeBatch, Event, Request, as_fault
+from tinkex.engine.lora import LoraWeights
+from tinkex.engine.model import Model
+from tinkex.engine.prompt_scores import PromptScores
+from tinkex.engine.stops import StopStrings, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class BatchKey(NamedTuple):
+    """What requests must share to run in one batch: the model's first name and the folder of the weights."""
+
+    base: str
+    weights: str | None
+
+
+class Sampler:
+    """All sampling of one engine. One thread; `step` while it `has_work`."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        *,
+        max_rows: int = 64,
+        max_cache_tokens: int = 131072,
+        adapters_bytes: int = 1 << 30,
+    ) -> None:
+        """`models` by every name. A batch has `max_rows` rows; all batches have `max_cache_tokens` tokens together."""
+        self._models = models
+        self._max_rows = max_rows
+        self._max_cache_tokens = max_cache_tokens
+        self._adapters = AdapterCache(adapters_bytes)
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._waiting: dict[int, Request] = {}
+        self._batches: OrderedDict[BatchKey, DecodeBatch] = OrderedDict()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._batches)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(batch.cache_bytes for batch in self._batches.values())
+
+    def add(self, number: int, spec: SampleSpec) -> None:
+        """Take a request. Raises EngineFault if it can never run; any later trouble comes out of `step`."""
+        model = self._models.get(spec.base)
+        if model is None:
+            raise EngineFault(f"The engine has no model {spec.base}.")
+        check(spec, model)
+        most = max(spec.max_tokens, 0)
+        if model.info.max_context_length > 0:
+            most = min(most, max(model.info.max_context_length - len(spec.prompt), 0))
+        self._waiting[number] = Request(number, spec, most, self._stops(spec, model), PromptScores(spec))
+
+    def cancel(self, number: int) -> None:
+        """Forget a request at once, wherever it is. Nothing more is said about it."""
+        self._waiting.pop(number, None)
+        with torch.inference_mode():
+            for key, batch in list(self._batches.items()):
+                batch.drop([request for request in batch.requests if request.number == number])
+                if not batch.has_work:
+                    del self._batches[key]
+
+    def step(self) -> list[Event]:
+        """Prefill one chunk or decode one token of one batch. What came of it is ready to be sent, in order."""
+        with torch.inference_mode():
+            # Sequences of requests that run already come before those of requests that wait.
+            events = [event for key, batch in self._batches.items() for event in batch.start(self._room_of(key))]
+            events += self._admit()
+            if self._batches:
+                key, batch = next(iter(self._batches.items()))
+                self._batches.move_to_end(key)
+                events += batch.step(self._room_of(key))
+                if not batch.has_work:
+                    del self._batches[key]
+            return events
+
+    def _admit(self) -> list[Event]:
+        """Let requests into their batches, in the order in which they came, as long as there is room."""
+        events: list[Event] = []
+        full: set[BatchKey] = set()
+        for request in list(self._waiting.values()):
+            model = self._models[request.spec.base]
+            key = BatchKey(model.info.name, request.spec.weights)
+            if key in full:
+                continue
+            if key in self._batches and self._batches[key].load[0] >= self._max_rows:
+                full.add(key)  # other batches need not wait for this one
+                continue
+            # A request that is too large for the bounds runs alone. Nobody overtakes it, or it would wait forever.
+            has_room = self._room(key, request.length) >= request.places and self._has_memory_for(key)
+            if self._batches and not has_room:
+                break
+            del self._waiting[request.number]
+            try:
+                if key not in self._batches:
+                    self._batches[key] = DecodeBatch(model, self._adapters.get(model, key, self._batches))
+                self._batches[key].prefilling.append(request)
+            except Exception as error:  # unreadable weights are the trouble of those who ask for them
+                events.append((request.number, as_fault(error, request)))
+        return events
+
+    def _room_of(self, key: BatchKey) -> Callable[[Request], int]:
+        return lambda request: self._room(key, request.length)
+
+    def _room(self, key: BatchKey, length: int) -> int:
+        """How many more rows of that length fit; below 0 if too many run.
+
+        Rows are padded to the longest one of their batch, and are counted so.
+        """
+        loads = {other: batch.load for other, batch in self._batches.items()}
+        rows, longest = loads.pop(key, (0, 0))
+        free = self._max_cache_tokens - sum(count * width for count, width in loads.values())
+        return min(self._max_rows, free // max(longest, length)) - rows
+
+    def _has_memory_for(self, key: BatchKey) -> bool:
+        return key.weights is None or key in self._batches or self._adapters.has_room(self._batches)
+
+    def _stops(self, spec: SampleSpec, model: Model) -> Callable[[], StopStrings] | None:
+        strings = [string for string in spec.stop_strings if string]
+        if not strings:
+            return None
+        name = model.info.name
+        if name not in self._tokenizers:
+            self._tokenizers[name] = load_tokenizer(model.info.folder, name)
+        return partial(StopStrings, self._tokenizers[name], strings, spec.prompt)
+
+
+class AdapterCache:
+    """Weights that were read: those in use, and the last used ones as long as all stay within a number of bytes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept: OrderedDict[BatchKey, tuple[LoraWeights, int]] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size in self._kept.values())
+
+    def has_room(self, used: Collection[BatchKey]) -> bool:
+        """False if those in use fill it."""
+        return sum(size for key, (_, size) in self._kept.items() if key in used) < self._limit_bytes
+
+    def get(self, model: Model, key: BatchKey, used: Collection[BatchKey]) -> LoraWeights | None:
+        if key.weights is None:
+            return None
+        if key not in self._kept:
+            weights = read_weights(key.weights, model)
+            self._kept[key] = weights, sum(down.nbytes + up.nbytes for down, up in weights.pairs.values())
+        self._kept.move_to_end(key)
+        for old in [old for old in self._kept if old != key and old not in used]:
+            if self.nbytes <= self._limit_bytes:
+                break
+            del self._kept[old]
+        return self._kept[key][0]
+
+
+def check(spec: SampleSpec, model: Model) -> None:
+    """Refuse what would fail half-way, or take the process down with it (as a wrong index does on a GPU)."""
+    size, context = len(spec.prompt), model.info.max_context_length
+    if not size:
+        raise EngineFault("The prompt is empty. Give at least one token, such as the model's first one.")
+    if 0 < context < size:
+        raise EngineFault(f"The prompt has {size} tokens, but {model.info.name} takes {context} at most. Shorten it.")
+    tokens = (token for row in (spec.prompt, *(spec.targets or ())) for token in row)
+    wrong = next((token for token in tokens if not 0 <= token < model.vocab_size), None)
+    if wrong is not None:
+        raise EngineFault(
+            f"Token {wrong} is not in the vocabulary of {model.info.name} (0 to {model.vocab_size - 1}). "
+            "Encode the text with this model's own tokenizer."
+        )
+    if spec.targets is not None and len(spec.targets) != size - 1:
+        raise EngineFault(
+            f"Targets are given for {len(spec.targets)} positions, but a prompt of {size} tokens has {size - 1} "
+            "after the first. Give one row for each of those; it may be empty."
+        )
+    if getattr(model.module, "_is_stateful", False):
+        raise EngineFault(
+            f"{model.info.name} keeps a running state instead of keys and values, which this sampler cannot batch. "
+            "Train it here and sample elsewhere, or choose a model with attention in every layer."
+        )

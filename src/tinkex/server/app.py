@@ -1,0 +1,97 @@
+"""The ASGI application: every endpoint of `wire.endpoints` with its handler, OpenAI routes, metrics, who may ask."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinkex.server.access import AccessMiddleware
+from tinkex.server.faults import Refused, answer, as_response
+from tinkex.server.metrics import metrics_page
+from tinkex.server.routes import account, checkpoints, files, futures, openai, runs, sampling, sessions, training
+from tinkex.server.service import Service
+from tinkex.wire import endpoints
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+ROOMS = (training, futures, sampling, sessions, runs, checkpoints, files, account)
+HOT = ("retrieve_future", "asample", "forward_backward", "optim_step", "forward", "session_heartbeat")
+"""Looked for first: routes are tried in order."""
+
+
+def handler_of(endpoint: endpoints.Endpoint) -> Handler:
+    """The function that has the endpoint's name, in whichever room it is."""
+    found = [getattr(room, endpoint.name) for room in ROOMS if hasattr(room, endpoint.name)]
+    if len(found) != 1:
+        raise LookupError(f"{endpoint.name} has {len(found)} handlers")
+    handler: Handler = found[0]
+    return handler
+
+
+def routes() -> list[Route]:
+    """One route per row of the table; longer paths first, because `{checkpoint_id:path}` swallows slashes."""
+    rows = sorted(endpoints.ALL, key=lambda row: (row.name not in HOT, -len(row.path)))
+    return [Route(_path(row.path), guarded(row.name, handler_of(row)), methods=[row.method]) for row in rows]
+
+
+def _path(path: str) -> str:
+    return re.sub(r"\{(checkpoint_id|tokenizer)\}", r"{\1:path}", path)
+
+
+def guarded(name: str, handler: Handler) -> Handler:
+    """Whatever a handler raises becomes an answer; everything is counted."""
+
+    async def run(request: Request) -> Response:
+        service: Service = request.app.state.service
+        started = service.clock.now()
+        try:
+            response = await handler(request)
+        except ClientDisconnect:
+            response = Response(status_code=499)
+        except Exception as problem:
+            response = as_response(problem)
+        service.metrics.request(name, response.status_code, service.clock.now() - started)
+        return response
+
+    return run
+
+
+async def no_such_call(request: Request, problem: Exception) -> Response:
+    detail = (
+        f"There is no {request.method} {request.url.path} here. This is tinkex; the API is under /api/v1, "
+        "the OpenAI-compatible one under /v1."
+    )
+    return as_response(Refused(404, detail, "unknown_endpoint"))
+
+
+async def no_such_method(request: Request, problem: Exception) -> Response:
+    detail = f"{request.url.path} does not take {request.method}."
+    return as_response(Refused(405, detail, "wrong_method"))
+
+
+async def root(request: Request) -> Response:
+    """What this is, for somebody who opens the address."""
+    base = str(request.base_url).rstrip("/")
+    return answer({"service": "tinkex", "api": f"{base}/api/v1", "openai": f"{base}/v1", "metrics": f"{base}/metrics"})
+
+
+def make_app(service: Service) -> Starlette:
+    app = Starlette(
+        routes=[
+            *routes(),
+            *files.ROUTES,
+            *openai.ROUTES,
+            Route("/metrics", guarded("metrics", metrics_page)),
+            Route("/", root),
+        ],
+        middleware=[Middleware(AccessMiddleware, access=service.access)],
+        exception_handlers={404: no_such_call, 405: no_such_method},
+    )
+    app.state.service = service
+    return app

@@ -1,0 +1,157 @@
+"""What the service says of itself, and the caller's account: settings, health, models, keys, the audit log, usage."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex._version import __version__
+from tinkex.server import views
+from tinkex.server.access import key_in
+from tinkex.server.faults import Refused, answer, bad
+from tinkex.server.requests import service_of, tenant_of
+from tinkex.server.routes.runs import checkpoints_in_project
+from tinkex.server.service import Service
+from tinkex.store.records import AuditEntry
+from tinkex.store.store import Store
+
+SAMPLE_USE_RETRIEVE_FUTURES = False
+"""Whether clients from 0.27 on poll for many samples with one call. Off until it is shown to be better."""
+FWDBWD_MAX_CHUNK_LEN = 1024
+FWDBWD_MAX_CHUNK_BYTES = 5_000_000
+SAMPLE_MAX_CONCURRENT = 2000
+_MOST_AUDIT_ENTRIES = 10_000
+
+
+async def client_config(request: Request) -> Response:
+    config = service_of(request).config
+    return answer(
+        {
+            # In order, one by one: official clients would otherwise post later chunks first.
+            "parallel_fwdbwd_chunks": False,
+            "custom_loss_server_side": False,
+            "proto_compress_fwdbwd": False,
+            "pjwt_auth_enabled": False,
+            "sample_use_retrieve_futures": SAMPLE_USE_RETRIEVE_FUTURES,
+            "fwdbwd_max_chunk_len": FWDBWD_MAX_CHUNK_LEN,
+            "fwdbwd_max_chunk_bytes_count": min(FWDBWD_MAX_CHUNK_BYTES, config.max_body_bytes // 2),
+            "sample_max_concurrent_requests": min(SAMPLE_MAX_CONCURRENT, config.max_queued_samples),
+            "tinkex": {"version": __version__, "stream": True, "tokenizers": True},
+        }
+    )
+
+
+async def client_dynamic_config(request: Request) -> Response:
+    return answer({"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64})
+
+
+async def auth_token(request: Request) -> Response:
+    raise bad(
+        "This service issues no tokens: send the API key itself with every request (client/config says so).",
+        "no_tokens",
+    )
+
+
+async def healthz(request: Request) -> Response:
+    state = service_of(request).engine.state
+    if not state.is_ready:
+        detail = state.reason or "The engine is starting."
+        raise Refused(503, detail, "not_ready", "server", {"retry-after": "1"})
+    return answer({"status": "ok"})
+
+
+async def get_server_capabilities(request: Request) -> Response:
+    models = service_of(request).catalog.models
+    return answer(
+        {"supported_models": [views.supported_model(model, name) for model in models for name in model.names]}
+    )
+
+
+async def create_custom_loss(request: Request) -> Response:
+    raise bad(
+        "Losses that run on the service are not offered here: a client could send any code. "
+        "Use forward_backward_custom, which computes the loss on your side.",
+        "no_server_side_losses",
+    )
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+async def whoami(request: Request) -> Response:
+    service = service_of(request)
+    key = await service.access.stored_key(key_in(request.headers.raw))
+    return answer(views.identity(tenant_of(request), key))
+
+
+async def revoke_key(request: Request) -> Response:
+    """Revokes the key that the request carries, and no other."""
+    service = service_of(request)
+    key = await service.access.revoke(key_in(request.headers.raw))
+    await note(service, tenant_of(request), "key.revoke", key.hint)
+    return answer(None)
+
+
+# -- the audit log ---------------------------------------------------------------------------------------------------
+
+
+async def note(service: Service, tenant: str, action: str, target: str, **detail: Any) -> None:
+    """Write a line into the audit log. `action` is `noun.verb`."""
+    entry = AuditEntry(
+        id=uuid4().hex, at=service.clock.wall(), tenant=tenant, action=action, target=target, detail=detail
+    )
+    await service.db(service.store.add_audit, entry)
+
+
+async def audit_log(request: Request) -> Response:
+    """The events of one day (UTC; today if none is named), oldest first. A log of this service alone."""
+    service = service_of(request)
+    wanted = request.query_params.get("event_type", "all")
+    day = request.query_params.get("day")
+    try:
+        date = dt.date.fromisoformat(day) if day else dt.datetime.fromtimestamp(service.clock.wall(), dt.UTC).date()
+    except ValueError:
+        raise bad(f"day must be a date such as 2026-01-31, not {day!r}.", "bad_day") from None
+    start = dt.datetime.combine(date, dt.time(), dt.UTC).timestamp()
+    found = await service.db(_audit_of, service.store, tenant_of(request), start, start + 86400)
+    noun = "" if wanted == "all" else wanted.removesuffix("s") + "."
+    return answer({"entries": [views.audit_entry(entry) for entry in found if entry.action.startswith(noun)]})
+
+
+def _audit_of(store: Store, tenant: str, start: float, end: float) -> list[AuditEntry]:
+    entries = store.list_audit(tenant, limit=_MOST_AUDIT_ENTRIES, before=end)
+    return sorted((entry for entry in entries if entry.at >= start), key=lambda entry: (entry.at, entry.id))
+
+
+# -- usage -----------------------------------------------------------------------------------------------------------
+
+
+async def billing_usage(request: Request) -> Response:
+    raise bad(
+        "There is no billing on a service of your own, so there is no usage to bill. "
+        "/metrics counts tokens and requests, and checkpoint storage has real numbers.",
+        "no_billing",
+    )
+
+
+async def checkpoint_storage_usage(request: Request) -> Response:
+    service, tenant = service_of(request), tenant_of(request)
+    project_id = request.query_params.get("project_id")
+    if project_id is None:
+        count, size = await service.db(service.store.usage, tenant)
+    else:
+        saved = await service.db(checkpoints_in_project, service.store, tenant, project_id, service.clock.wall())
+        count, size = len(saved), sum(checkpoint.size_bytes for checkpoint in saved)
+    item = {
+        "project_id": project_id,
+        "org_user_urn": views.owner(tenant),
+        "user_name": tenant,
+        "checkpoint_count": count,
+        "size_bytes": size,
+        "size_gigabytes": size / 1e9,
+    }
+    return answer({"data": [item]})

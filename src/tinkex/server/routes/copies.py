@@ -1,0 +1,170 @@
+"""Copies of checkpoints.
+
+A copy gets a run of its own that was never in the engine: it owns the checkpoint, says what it is, and takes no
+training. To train on, a client makes a model from the checkpoint, as from any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server import folders
+from tinkex.server.faults import answer, bad, not_found
+from tinkex.server.owned import own_session, path_in, readable_checkpoint, ttl_in
+from tinkex.server.requests import body_of, service_of, tenant_of
+from tinkex.server.routes.account import note
+from tinkex.server.routes.sessions import idempotency_key
+from tinkex.server.service import Service
+from tinkex.store.records import Checkpoint, Operation, Run, Session
+from tinkex.store.store import Duplicate
+
+
+class Place(NamedTuple):
+    """Where a checkpoint from elsewhere goes."""
+
+    session: Session
+    is_new: bool
+    number: int
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.session.id}:train:{self.number}"
+
+
+async def copy_weights(request: Request) -> Response:
+    """A copy that is the caller's own, in a session of theirs or in one made for it."""
+    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    key = idempotency_key(request, "copy_weights")
+    if key and (known := await service.db(service.store.recall, tenant, key)) is not None:
+        return Response(known, media_type="application/json")
+    source = await readable_checkpoint(service, tenant, path_in(body, "source_path"))
+    ttl_s = ttl_in(body)
+    place = await _place(service, tenant, body, f"Copy of {source.path}")
+    path = f"tinker://{place.run_id}/{source.kind}/{source.name}"
+    if await service.db(service.store.get_run, place.run_id) is not None:
+        there = await service.db(service.store.get_checkpoint, path)
+        if there is None or there.files != source.files:
+            raise _taken(place)
+        return answer({"tinker_path": path})  # a retry of a copy that was made
+    now = service.clock.wall()
+    data_dir = service.config.data_dir
+    folder = folders.new_folder(data_dir, place.run_id, source.kind, source.name)
+    copy = replace(
+        source,
+        path=path,
+        tenant=tenant,
+        run_id=place.run_id,
+        folder=folder,
+        created_at=now,
+        expires_at=None if ttl_s is None else now + ttl_s,
+        is_public=False,
+    )
+    try:
+        await asyncio.to_thread(_copy_files, data_dir, source, folder)
+    except FileNotFoundError:  # deleted meanwhile
+        raise not_found("checkpoint", source.path) from None
+    kept = await keep(service, place, copy, "copy_weights", key)
+    await note(service, tenant, "checkpoint.copy", copy.path, source=source.path)
+    return Response(kept, media_type="application/json")
+
+
+async def keep(service: Service, place: Place, saved: Checkpoint, kind: str, key: str) -> bytes:
+    """Make the rows, the checkpoint's last; returns the answer. Its folder goes if that cannot be."""
+    try:
+        return await service.db(_add_rows, service, place, saved, kind, key)
+    except Duplicate:
+        await asyncio.to_thread(folders.remove, service.config.data_dir, saved.folder)
+        raise _taken(place) from None
+
+
+def _add_rows(service: Service, place: Place, saved: Checkpoint, kind: str, key: str) -> bytes:
+    store, now = service.store, saved.created_at
+    if key and (known := store.recall(saved.tenant, key)) is not None:  # another attempt was faster
+        folders.remove(service.config.data_dir, saved.folder)
+        return known
+    if place.is_new:
+        store.add_session(place.session)
+    run = Run(
+        id=place.run_id,
+        tenant=saved.tenant,
+        session_id=place.session.id,
+        base_model=saved.base_model,
+        rank=saved.rank,
+        seed=0,
+        train_attn=saved.train_attn,
+        train_mlp=saved.train_mlp,
+        train_unembed=saved.train_unembed,
+        created_at=now,
+        last_request_at=now,
+        user_metadata=saved.user_metadata,
+        is_unloaded=True,
+    )
+    creation = Operation(
+        request_id=f"{kind}-{uuid4().hex}",
+        run_id=run.id,
+        tenant=run.tenant,
+        seq_id=0,
+        kind=kind,
+        digest="",
+        state="done",
+        created_at=now,
+        finished_at=now,
+    )
+    store.add_run(run, creation, b"")
+    store.add_checkpoint(saved)
+    content = orjson.dumps({"tinker_path": saved.path})
+    return store.remember(saved.tenant, key, content, now) if key else content
+
+
+async def _place(service: Service, tenant: str, body: dict[str, Any], display_name: str) -> Place:
+    """The session and number that the body names, or a session of its own, in the project that the body names."""
+    session_id, number = body.get("session_id"), body.get("model_seq_id")
+    if session_id is None:
+        return new_place(service, tenant, display_name, body.get("destination_project_id"))
+    if not isinstance(session_id, str) or isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise bad("session_id must be text, and model_seq_id a whole number from 0.", "invalid")
+    return Place(await own_session(service, tenant, session_id), False, number)
+
+
+def new_place(service: Service, tenant: str, display_name: str, project_id: object = None) -> Place:
+    """A session that ends where it begins: nobody keeps it alive, it only holds the run."""
+    if project_id is not None and not isinstance(project_id, str):
+        raise bad("destination_project_id must be text.", "invalid")
+    now = service.clock.wall()
+    finished = {"reason": {"type": "success"}, "detail": display_name}
+    session = Session(
+        id=str(uuid4()),
+        tenant=tenant,
+        created_at=now,
+        seen_at=now,
+        project_id=project_id,
+        display_name=display_name,
+        finished=finished,
+    )
+    return Place(session, True, 0)
+
+
+def _taken(place: Place) -> Exception:
+    return bad(f"{place.run_id} is taken by something else. Use another model_seq_id.", "run_exists")
+
+
+def _copy_files(data_dir: Path, source: Checkpoint, folder: str) -> None:
+    """Complete or not there: made under another name and renamed."""
+    origin, target = folders.inside(data_dir, source.folder), folders.inside(data_dir, folder)
+    part = target.with_name(f"{target.name}.part-{uuid4().hex[:8]}")
+    part.mkdir()
+    try:
+        for name in source.files:
+            folders.link_or_copy(origin / name, part / name)
+        part.replace(target)
+    except BaseException:
+        folders.remove(data_dir, str(part.relative_to(data_dir.resolve())))
+        raise

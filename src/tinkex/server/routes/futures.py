@@ -1,0 +1,135 @@
+"""Results: one long poll per request, one for many, and taking a sample back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.faults import Refused, answer, bad, not_found
+from tinkex.server.requests import body_of, service_of, tenant_of
+from tinkex.server.sample_spec import response_of
+from tinkex.server.sampling import PREFIX, Sample
+from tinkex.server.service import Service
+from tinkex.server.waiters import Outcome
+from tinkex.types.base import Value
+from tinkex.wire import json_codec, proto_codec
+from tinkex.wire.body import PROTOBUF
+from tinkex.wire.dialect import Dialect
+
+METADATA_OVER_BYTES = 1 << 20
+"""From this size on a client that can is told the size first, so that it can make room."""
+
+
+async def retrieve_future(request: Request) -> Response:
+    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    request_id = body.get("request_id")
+    if not isinstance(request_id, str) or not request_id:
+        raise bad("request_id is missing.", "no_request_id")
+    wants_protobuf = PROTOBUF in request.headers.get("accept", "").lower()
+    may_be_metadata = body.get("allow_metadata_only") is True
+    if request_id.startswith(PREFIX):
+        return await _sample(service, tenant, request_id, wants_protobuf, may_be_metadata)
+    outcome = service.waiters.recent(request_id)
+    pending = service.worker.pending(request_id) if outcome is None else None
+    if pending is not None and pending.tenant == tenant:
+        outcome = await service.waiters.wait(request_id, service.config.poll_hold_s)
+        if outcome is None and service.worker.pending(request_id) is not None:
+            return _not_yet(*service.worker.queue_of(pending))
+    if outcome is None:
+        outcome = await _stored(service, request_id)
+    if outcome is None or outcome.tenant != tenant:
+        raise not_found("request", request_id)
+    if outcome.error is not None:
+        return _failed(outcome.error, outcome.category)
+    return _training_result(outcome, wants_protobuf, may_be_metadata)
+
+
+async def _stored(service: Service, request_id: str) -> Outcome | None:
+    row = await service.db(service.store.get_operation, request_id)
+    if row is None or row.state == "refused":
+        return None
+    if row.state == "failed":
+        return Outcome(row.tenant, error=row.error or "The operation failed.", category=row.category or "server")
+    if row.state == "queued":
+        return None
+    content = await service.db(service.store.result, request_id)
+    if content is None or row.result_type is None:
+        raise Refused(410, f"The result of {request_id} was kept for a day and is gone.", "result_expired")
+    return Outcome(row.tenant, content, row.result_type)
+
+
+def _training_result(outcome: Outcome, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+    if outcome.content_type == "json":
+        return Response(outcome.content, media_type="application/json")
+    if may_be_metadata and len(outcome.content) > METADATA_OVER_BYTES:
+        return _metadata(len(outcome.content))
+    if wants_protobuf:
+        return Response(outcome.content, media_type=PROTOBUF)
+    return _as_json(proto_codec.decode_forward_backward_output(outcome.content))
+
+
+async def _sample(
+    service: Service, tenant: str, request_id: str, wants_protobuf: bool, may_be_metadata: bool
+) -> Response:
+    sample = service.sampling.find(tenant, request_id)
+    if sample is None:
+        raise Refused(410, f"The sample {request_id} is no longer here. Ask for it again.", "sample_lost", "server")
+    await service.sampling.wait(sample, service.config.poll_hold_s)
+    if not sample.is_done:
+        return _not_yet(*service.sampling.queue_of(sample))
+    if sample.error is not None:
+        return _failed(*sample.error)
+    return _sample_result(sample, wants_protobuf, may_be_metadata)
+
+
+def _sample_result(sample: Sample, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+    assert sample.result is not None
+    response = response_of(sample.result, sample.targets_layout, sample.sequence_ids)
+    if not wants_protobuf:
+        return _as_json(response)
+    content = proto_codec.encode_sample_response(response)
+    if may_be_metadata and len(content) > METADATA_OVER_BYTES:
+        return _metadata(len(content))
+    return Response(content, media_type=PROTOBUF)
+
+
+async def retrieve_futures(request: Request) -> Response:
+    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    target = body.get("target")
+    sampler_id = target.get("sampling_session_id") if isinstance(target, dict) else None
+    await service.sampling.sampler(tenant, sampler_id)
+    cursor = body.get("prev_cursor") or 0
+    if isinstance(cursor, bool) or not isinstance(cursor, int):
+        raise bad("prev_cursor must be a whole number.", "bad_cursor")
+    found, upto = await service.sampling.completed(str(sampler_id), cursor, service.config.poll_hold_s)
+    completions = [{"state": state, "request_id": request_id} for request_id, state in found]
+    return answer({"completions": completions, "cursor": upto})
+
+
+async def cancel_future(request: Request) -> Response:
+    """Samples are taken back. Training that was accepted runs to its end: later operations build on it."""
+    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    request_id = body.get("request_id")
+    sample = service.sampling.find(tenant, request_id) if isinstance(request_id, str) else None
+    if sample is not None:
+        service.sampling.cancel(sample)
+    return answer({})
+
+
+def _not_yet(state: str, reason: str) -> Response:
+    return answer({"type": "try_again", "queue_state": state, "queue_state_reason": reason}, 408)
+
+
+def _failed(error: str, category: str) -> Response:
+    return answer({"error": error, "category": category})
+
+
+def _metadata(size: int) -> Response:
+    return answer({"status": "complete_metadata", "response_payload_size": size})
+
+
+def _as_json(value: Value) -> Response:
+    fields: dict[str, Any] = json_codec.dump(value, Dialect.PROTO)
+    return Response(json_codec.encode(fields), media_type="application/json")

@@ -1,0 +1,82 @@
+"""Import of a PEFT adapter. It becomes a training checkpoint (without optimizer) of a run of its own, like a copy."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.engine.base import EngineDied, EngineFault, ModelInfo
+from tinkex.engine.frames import Frame
+from tinkex.server import folders
+from tinkex.server.adapter_files import Adapter, received, unpack
+from tinkex.server.checks import check_name
+from tinkex.server.faults import Refused, bad
+from tinkex.server.owned import ttl_in
+from tinkex.server.requests import service_of, tenant_of
+from tinkex.server.routes.account import note
+from tinkex.server.routes.copies import keep, new_place
+from tinkex.server.service import Service
+from tinkex.store.records import Checkpoint
+
+
+async def import_weights(request: Request) -> Response:
+    """`POST /api/v1/import_weights?base_model=…&name=…[&ttl_seconds=…]`, a tar of the two PEFT files as the body."""
+    service, tenant, query = service_of(request), tenant_of(request), request.query_params
+    model = service.catalog.find(query.get("base_model"))
+    name = check_name(query.get("name"))
+    ttl = query.get("ttl_seconds")
+    ttl_s = ttl_in({"ttl_seconds": int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl})
+    data_dir = service.config.data_dir
+    place = new_place(service, tenant, f"Import of {name}")
+    async with received(request, data_dir) as archive:
+        staged = archive.parent / "adapter"
+        adapter = await asyncio.to_thread(unpack, archive, staged)
+        await _try_out(service, model, adapter, staged)
+        folder = folders.new_folder(data_dir, place.run_id, "weights", name)
+        await asyncio.to_thread(staged.replace, folders.inside(data_dir, folder))
+    now = service.clock.wall()
+    saved = Checkpoint(
+        path=f"tinker://{place.run_id}/weights/{name}",
+        tenant=tenant,
+        run_id=place.run_id,
+        kind="weights",
+        name=name,
+        folder=folder,
+        base_model=model.name,
+        created_at=now,
+        size_bytes=sum(about["size_bytes"] for about in adapter.files.values()),
+        expires_at=None if ttl_s is None else now + ttl_s,
+        **asdict(adapter),
+    )
+    kept = await keep(service, place, saved, "import_weights", "")
+    await note(service, tenant, "checkpoint.import", saved.path, size_bytes=saved.size_bytes)
+    return Response(kept, media_type="application/json")
+
+
+async def _try_out(service: Service, model: ModelInfo, adapter: Adapter, folder: Path) -> None:
+    """Have the engine load it once, so that what cannot be used is refused now and not at the first step."""
+    name = f"import-{uuid4().hex}"
+    flags = {flag: getattr(adapter, flag) for flag in ("train_attn", "train_mlp", "train_unembed")}
+    create = {"op": "create", "adapter": name, "base": model.name, "rank": adapter.rank, "seed": 0, **flags}
+    try:
+        await service.engine.ready()
+        await service.engine.run(Frame(create))
+        try:
+            await service.engine.run(
+                Frame({"op": "load", "adapter": name, "folder": str(folder), "with_optimizer": False})
+            )
+        finally:
+            await service.engine.run(Frame({"op": "drop", "adapter": name}))
+    except EngineFault as problem:
+        if problem.category != "user":
+            raise Refused(500, str(problem), "engine_failed", "server") from None
+        raise bad(str(problem), "bad_adapter") from None
+    except EngineDied:
+        raise Refused(
+            503, "The engine ended while it tried the adapter. Send it again.", "engine_died", "server"
+        ) from None

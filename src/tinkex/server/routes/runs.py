@@ -1,0 +1,107 @@
+"""Training runs and samplers, for reading: what they are, and what they have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.engine.base import ModelInfo
+from tinkex.server import views
+from tinkex.server.faults import Refused, answer
+from tinkex.server.owned import own_run, own_sampler, text_in
+from tinkex.server.requests import body_of, page_of, service_of, tenant_of
+from tinkex.server.service import Service
+from tinkex.store.records import Checkpoint, Run
+from tinkex.store.store import Store
+
+T = TypeVar("T")
+_PAGE = 500
+
+
+async def list_training_runs(request: Request) -> Response:
+    """`access_scope` makes no difference: a tenant's runs are its own."""
+    service, tenant = service_of(request), tenant_of(request)
+    offset, limit = page_of(request, 20)
+    project_id = request.query_params.get("project_id")
+    now = service.clock.wall()
+
+    def read() -> tuple[list[dict[str, object]], int]:
+        if project_id is None:
+            runs, total = service.store.list_runs(tenant, offset, limit)
+        else:
+            found = runs_in_project(service.store, tenant, project_id)
+            runs, total = found[offset : offset + limit], len(found)
+        return [_shown(service.store, run, now) for run in runs], total
+
+    shown, total = await service.db(read)
+    return answer({"training_runs": shown, "cursor": views.cursor(offset, limit, total)})
+
+
+async def get_training_run(request: Request) -> Response:
+    service = service_of(request)
+    run = await own_run(service, tenant_of(request), request.path_params["run_id"])
+    return answer(await service.db(_shown, service.store, run, service.clock.wall()))
+
+
+async def get_info(request: Request) -> Response:
+    service = service_of(request)
+    run = await own_run(service, tenant_of(request), text_in(await body_of(request), "model_id"), "model")
+    info = views.run_info(run, _served(service, run.base_model))
+    # Ours: a client that lost its own count (a crash, another process) goes on after the last number that came in.
+    return answer({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
+
+
+async def get_sampler(request: Request) -> Response:
+    service = service_of(request)
+    return answer(views.sampler(await own_sampler(service, tenant_of(request), request.path_params["sampler_id"])))
+
+
+def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
+    """Every entry of a list that the store gives by offset and limit."""
+    offset = 0
+    while True:
+        page, total = read(offset, _PAGE)
+        yield from page
+        offset += len(page)
+        if not page or offset >= total:
+            return
+
+
+def checkpoints_of(store: Store, tenant: str, run_id: str | None, now: float) -> Iterator[Checkpoint]:
+    """All live ones of a run, or of a tenant, the newest first."""
+    return pages(lambda offset, limit: store.list_checkpoints(tenant, run_id, offset, limit, now))
+
+
+def runs_in_project(store: Store, tenant: str, project_id: str) -> list[Run]:
+    """Runs whose session was put into a project. Sessions that were not are in none."""
+    projects: dict[str, str | None] = {}
+
+    def project(run: Run) -> str | None:
+        if run.session_id not in projects:
+            session = store.get_session(run.session_id)
+            projects[run.session_id] = None if session is None else session.project_id
+        return projects[run.session_id]
+
+    return [
+        run for run in pages(lambda offset, limit: store.list_runs(tenant, offset, limit)) if project(run) == project_id
+    ]
+
+
+def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: float) -> list[Checkpoint]:
+    inside = {run.id for run in runs_in_project(store, tenant, project_id)}
+    return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in inside]
+
+
+def _shown(store: Store, run: Run, now: float) -> dict[str, object]:
+    return views.training_run(run, checkpoints_of(store, run.tenant, run.id, now))
+
+
+def _served(service: Service, base_model: str) -> ModelInfo | None:
+    """The model of an old run need not be served any more."""
+    try:
+        return service.catalog.find(base_model)
+    except Refused:
+        return None

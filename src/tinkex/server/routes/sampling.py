@@ -1,0 +1,123 @@
+"""Samplers and samples: polled for, or streamed as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tinkex.engine.base import EngineFault, Sampled, SampleEvent, SampleSpec
+from tinkex.server.faults import Refused, answer, as_response, bad, not_found
+from tinkex.server.requests import body_of, content_of, decode_object, object_of, read_as, service_of, tenant_of
+from tinkex.server.sample_spec import response_of, spec_of
+from tinkex.server.sampling import Target
+from tinkex.server.service import Service
+from tinkex.store.records import Sampler
+from tinkex.types.sampling import SampleRequest
+from tinkex.wire import json_codec, sse
+from tinkex.wire.dialect import Dialect
+
+COMMENT_EVERY_S = 15.0
+
+
+async def create_sampling_session(request: Request) -> Response:
+    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    session_id, number = body.get("session_id"), body.get("sampling_session_seq_id")
+    session = await service.db(service.store.get_session, session_id) if isinstance(session_id, str) else None
+    if session is None or session.tenant != tenant:
+        raise not_found("session", session_id)
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
+        raise bad(f"sampling_session_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
+    path = body.get("model_path")
+    target = await service.sampling.open(tenant, base_model=body.get("base_model"), model_path=path)
+    sampler = Sampler(
+        id=f"{session.id}:sample:{number}",
+        tenant=tenant,
+        session_id=session.id,
+        base_model=target.info.name,
+        created_at=service.clock.wall(),
+        model_path=path,
+    )
+    await service.db(service.store.add_sampler, sampler)
+    return answer({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+
+
+async def join_sampling_session(request: Request) -> Response:
+    service, body = service_of(request), await body_of(request)
+    sampler, _ = await service.sampling.sampler(tenant_of(request), body.get("sampling_session_id"))
+    return answer({"client_counter": await service.db(service.store.join_sampler, sampler.id)})
+
+
+async def asample(request: Request) -> Response:
+    service, tenant, content = service_of(request), tenant_of(request), await content_of(request)
+    asked, target, spec = await _read(service, tenant, content)
+    name: object = asked.seq_id if asked.seq_id is not None else request.headers.get("x-idempotency-key")
+    # The content is part of the key: clients that share a sampler without joining it count from 0 too.
+    digest = hashlib.blake2b(content, digest_size=16).digest()
+    key = None if name is None else (tenant, asked.sampling_session_id, name, digest)
+    layout = asked.target_prompt_logprobs
+    sample = service.sampling.submit(tenant, asked.sampling_session_id or "", target, spec, key, layout)
+    return answer({"request_id": sample.id, "sample_sequence_ids": sample.sequence_ids})
+
+
+async def _read(
+    service: Service, tenant: str, content: bytes, *, is_streamed: bool = False
+) -> tuple[SampleRequest, Target, SampleSpec]:
+    body = decode_object(content)
+    body["sampling_params"] = {
+        name: value for name, value in (object_of(body, "sampling_params") or {}).items() if value is not None
+    }
+    asked = read_as(SampleRequest, body)
+    if asked.sampling_session_id is not None:
+        _, target = await service.sampling.sampler(tenant, asked.sampling_session_id)
+    else:
+        target = await service.sampling.open(tenant, base_model=asked.base_model, model_path=asked.model_path)
+    return asked, target, spec_of(asked, target, is_streamed=is_streamed)
+
+
+async def sample_stream(request: Request) -> Response:
+    service, tenant, content = service_of(request), tenant_of(request), await content_of(request)
+    asked, target, spec = await _read(service, tenant, content, is_streamed=True)
+    events = service.sampling.run(tenant, target, spec)
+    try:
+        first = await anext(events)  # a full queue is an HTTP status, not an event
+    except EngineFault as problem:
+        return _one(sse.encode("error", orjson.dumps({"error": str(problem), "category": problem.category})))
+    except Refused as problem:
+        return as_response(problem)
+    body = _events(first, events, asked)
+    return StreamingResponse(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+def _one(event: bytes) -> Response:
+    return Response(event, media_type="text/event-stream")
+
+
+async def _events(first: SampleEvent, events: AsyncIterator[SampleEvent], asked: SampleRequest) -> AsyncIterator[bytes]:
+    """The first event was waited for already. A comment every 15 s keeps proxies from hanging up."""
+    event: SampleEvent = first
+    async with aclosing(events):  # type: ignore[type-var]
+        try:
+            while not isinstance(event, Sampled):
+                said: dict[str, Any] = {"index": event.index, "tokens": event.tokens, "logprobs": event.logprobs}
+                yield sse.encode("token", orjson.dumps(said))
+                upcoming = asyncio.ensure_future(anext(events))
+                try:
+                    while not (await asyncio.wait([upcoming], timeout=COMMENT_EVERY_S))[0]:
+                        yield sse.comment("sampling")
+                    event = upcoming.result()
+                finally:
+                    if not upcoming.done():
+                        upcoming.cancel()
+                        await asyncio.wait([upcoming])
+        except EngineFault as problem:
+            yield sse.encode("error", orjson.dumps({"error": str(problem), "category": problem.category}))
+            return
+    response = response_of(event, asked.target_prompt_logprobs, [""] * len(event.sequences))
+    yield sse.encode("done", json_codec.encode(json_codec.dump(response, Dialect.PROTO)))

@@ -1,0 +1,360 @@
+"""What a service needs to know: `ServeConfig`, settled from arguments, environment, file and defaults, in that order.
+
+Flag `--x-y`, variable `TINKEX_X_Y` and `x_y` in the table `[serve]` of `tinkex.toml` are one setting. All of them are
+in `SERVE`, from which the command's flags and `docs/settings.md` are made. A wrong value is refused with its source.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tinkex.errors import ConfigError
+from tinkex.settings.client import normalise_url
+from tinkex.settings.places import cache_dir, config_file, config_table, data_dir
+
+KEY_PREFIX = "tml-"
+"""How a key begins: official clients from 0.36 refuse any other."""
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    """Everything a service needs to know, settled once and passed down. What each is for: `SERVE`."""
+
+    base_models: tuple[str, ...] = ("smollm2-135m",)
+    host: str = "127.0.0.1"
+    port: int = 8642
+    public_url: str | None = None
+    data_dir: Path = field(default_factory=lambda: data_dir(os.environ))
+    cache_dir: Path = field(default_factory=lambda: cache_dir(os.environ))
+    database_url: str = field(default="", repr=False)  # may hold a password
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    keys_file: Path | None = None
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: int = 0
+    durability: Literal["normal", "full"] = "normal"
+    snapshot_every_s: float = 10.0
+    max_batch_tokens: int = 4096
+    max_rows: int = 64
+    max_cache_tokens: int = 131_072
+    max_queued_samples: int = 4096
+    max_queued_operations: int = 10_000
+    max_body_bytes: int = 256 * MIB
+    quota_gb: float | None = None
+    poll_hold_s: float = 25.0
+    gap_s: float = 10.0
+    idle_session_s: float = 600.0
+    result_ttl_s: float = 86_400.0
+    drain_s: float = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        for setting in SERVE:
+            # A default is right as it is; what a caller passed is brought into shape once, here.
+            object.__setattr__(self, setting.name, setting.value(getattr(self, setting.name), setting.name))
+        if not self.database_url:
+            object.__setattr__(self, "database_url", f"sqlite:///{self.data_dir / 'tinkex.db'}")
+
+
+class Setting(NamedTuple):
+    """One setting: its field, the word of its flag, how a value is read, and what it is for."""
+
+    name: str
+    read: Callable[[Any], Any]
+    """Text or a plain value → the field's value. Raises ValueError with what was expected."""
+    about: str
+    metavar: str = ""
+    word: str = ""
+    is_secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return f"TINKEX_{self.key.upper()}"
+
+    @property
+    def key(self) -> str:
+        """The name in the file."""
+        return self.word or self.name
+
+    def value(self, given: Any, source: str) -> Any:
+        try:
+            return self.read(given)
+        except ValueError as problem:
+            shown = "" if self.is_secret else f", not {given!r}"
+            raise ConfigError(f"{source} must be {problem}{shown}.") from None
+
+
+def resolve_serve(environ: Mapping[str, str] | None = None, **arguments: Any) -> ServeConfig:
+    """Settle a service's configuration. Arguments that are None count as not given; keys of a file are read."""
+    environ = os.environ if environ is None else environ
+    if unknown := sorted(arguments.keys() - {setting.name for setting in SERVE}):
+        known = ", ".join(sorted(setting.name for setting in SERVE))
+        raise ConfigError(f"Unknown settings: {', '.join(unknown)}. Known: {known}.")
+    table = _file(environ)
+    merged: dict[str, Any] = {"data_dir": data_dir(environ), "cache_dir": cache_dir(environ)}
+    for setting in SERVE:
+        if arguments.get(setting.name) is not None:
+            given, source = arguments[setting.name], setting.name
+        elif environ.get(setting.variable, "").strip():
+            given, source = environ[setting.variable].strip(), setting.variable
+        elif setting.key in table:
+            given, source = table[setting.key], f"{config_file(environ)}: {setting.key} in [serve]"
+        else:
+            continue
+        merged[setting.name] = setting.value(given, source)
+    if merged.get("keys_file"):
+        merged["api_keys"] = (*merged.get("api_keys", ()), *_keys_in(merged["keys_file"]))
+    return ServeConfig(**merged)
+
+
+def check_keys(config: ServeConfig, *, has_stored_keys: bool) -> None:
+    """Refuse to listen beyond this machine without any key: everybody who can reach the port could use it."""
+    if config.api_keys or has_stored_keys or is_loopback_host(config.host):
+        return
+    raise ConfigError(
+        f"Host {config.host} can be reached from other machines, and no key is set. Make one with "
+        "`tinkex key create NAME`, or pass --api-key or --keys-file; without keys, listen on 127.0.0.1 only."
+    )
+
+
+def write_private_file(file: Path, config: ServeConfig) -> None:
+    """All settings of a service as `tinkex.toml`, for a process of our own. Nobody else may read it: it holds keys."""
+    import json
+
+    rows = ["[serve]"]
+    for setting in SERVE:
+        value = getattr(config, setting.name)
+        if value is not None and value != ():
+            plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+            rows.append(f"{setting.key} = {json.dumps(plain, ensure_ascii=False)}")  # such JSON is TOML too
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
+        out.write("\n".join(rows) + "\n")
+
+
+def private_environment(file: Path) -> dict[str, str]:
+    """This process's environment for a service that takes its settings from `file` and from nowhere else."""
+    variables = {setting.variable for setting in SERVE}
+    kept = {name: value for name, value in os.environ.items() if name not in variables}
+    return {**kept, "TINKEX_CONFIG": str(file)}
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _file(environ: Mapping[str, str]) -> dict[str, Any]:
+    table = dict(config_table(environ, "serve"))
+    for setting in SERVE:  # a list may be called by its plural
+        if setting.key != setting.name and setting.name in table:
+            table[setting.key] = table.pop(setting.name)
+    if unknown := sorted(table.keys() - {setting.key for setting in SERVE}):
+        raise ConfigError(f"{config_file(environ)} has unknown settings in [serve]: {', '.join(unknown)}.")
+    return table
+
+
+def _keys_in(path: Path) -> tuple[str, ...]:
+    """One key per line; empty lines and lines that begin with # do not count."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or "it is not text"
+        raise ConfigError(f"The keys file {path} cannot be read: {reason}.") from None
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise ConfigError(f"The keys file {path} holds no key. Write one per line; `tinkex key create` makes some.")
+    for number, line in enumerate(lines, 1):
+        if line and not line.startswith("#"):
+            try:
+                _keys(line)
+            except ValueError as problem:
+                raise ConfigError(f"The keys file {path}, line {number}: must be {problem}.") from None
+    return tuple(found)
+
+
+# -- how values are read: text from a flag or a variable, or a plain value from the file or a caller -----------------
+
+
+def _words(given: Any) -> tuple[str, ...]:
+    words = given.split(",") if isinstance(given, str) else given
+    if not isinstance(words, Iterable) or isinstance(words, Mapping):
+        raise ValueError("one or more names")
+    found = tuple(dict.fromkeys(word.strip() for word in words if isinstance(word, str) and word.strip()))
+    if not found:
+        raise ValueError("one or more names")
+    return found
+
+
+def _keys(given: Any) -> tuple[str, ...]:
+    keys = _words(given) if given else ()
+    for key in keys:
+        is_whole = key.isascii() and key.isprintable() and " " not in key and len(key) >= 8
+        if not (key.startswith(KEY_PREFIX) and is_whole):
+            raise ValueError(
+                f"keys that start with {KEY_PREFIX} (official clients send no others), 8 characters or more, "
+                "without spaces; `tinkex key create` makes one"
+            )
+    return keys
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str) or not given.strip():
+        raise ValueError("some text")
+    return given.strip()
+
+
+def _host(given: Any) -> str:
+    host = _text(given)
+    if "/" in host or " " in host:
+        raise ValueError("a host name or an address, for example 127.0.0.1")
+    return host.strip("[]")
+
+
+def _url(given: Any) -> str | None:
+    if given is None:
+        return None
+    try:
+        return normalise_url(_text(given))
+    except ConfigError:
+        raise ValueError("an http(s) address, for example https://tinkex.example.org/api") from None
+
+
+def _database(given: Any) -> str:
+    if given and not (isinstance(given, str) and "://" in given):
+        raise ValueError("a database address: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME")
+    return str(given).strip() if given else ""
+
+
+def _path(given: Any) -> Path:
+    if not isinstance(given, (str, os.PathLike)) or not str(given).strip():
+        raise ValueError("a path")
+    return Path(given).expanduser().absolute()
+
+
+def _path_or_none(given: Any) -> Path | None:
+    return None if given is None else _path(given)
+
+
+def _device(given: Any) -> str:
+    device = _text(given).lower()
+    kind, _, number = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "mps") or (number and not (kind == "cuda" and number.isdigit())):
+        raise ValueError("auto, cpu, cuda, cuda:N or mps")
+    return device
+
+
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def read(given: Any) -> str:
+        if not isinstance(given, str) or given.strip().lower() not in choices:
+            raise ValueError(f"{', '.join(choices[:-1])} or {choices[-1]}")
+        return given.strip().lower()
+
+    return read
+
+
+def _count(least: int, most: int | None = None) -> Callable[[Any], int]:
+    def read(given: Any) -> int:
+        between = f"from {least}" + (f" to {most}" if most is not None else "")
+        try:
+            count = int(given.replace("_", "") if isinstance(given, str) else given)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"a whole number {between}") from None
+        if isinstance(given, bool) or (isinstance(given, float) and given != count):
+            raise ValueError(f"a whole number {between}")
+        if count < least or (most is not None and count > most):
+            raise ValueError(f"a whole number {between}")
+        return count
+
+    return read
+
+
+def _number(what: str, least: float = 0.0, most: float = float("inf")) -> Callable[[Any], float]:
+    def read(given: Any) -> float:
+        try:
+            number = float(given) if not isinstance(given, bool) else float("nan")
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not least <= number <= most or number == float("inf"):
+            between = f"from {least:g}" + (f" to {most:g}" if most < float("inf") else "")
+            raise ValueError(f"{what} {between}")
+        return number
+
+    return read
+
+
+def _quota(given: Any) -> float | None:
+    return None if given is None else _number("gigabytes", 0.001)(given)
+
+
+_seconds = _number("seconds")
+
+SERVE = (
+    Setting(
+        "base_models", _words,
+        "A model to serve: a hub name, a folder, or a built-in (`smollm2-135m`, `tinkex/tiny`). Clients can use these "
+        "and no others.", "NAME", "base_model",
+    ),
+    Setting("host", _host, "The address to listen on. Beyond this machine (0.0.0.0) keys are required.", "HOST"),
+    Setting("port", _count(0, 65535), "The port to listen on; 0 takes any that is free.", "PORT"),
+    Setting("public_url", _url, "How clients reach the service if a proxy stands in front, path included.", "URL"),
+    Setting("data_dir", _path, "Where runs, checkpoints and the journal are kept. One service per folder.", "FOLDER"),
+    Setting("cache_dir", _path, "Where models are kept once fetched.", "FOLDER"),
+    Setting(
+        "database_url", _database,
+        "`sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`. Set it in the environment: others can read "
+        "command lines.", "URL", is_secret=True,
+    ),
+    Setting(
+        "api_keys", _keys,
+        "A key that clients must send, each a tenant of its own. Discouraged as a flag (others read command lines): "
+        "use `tinkex key create` or a keys file.", "KEY", "api_key", True,
+    ),
+    Setting("keys_file", _path_or_none, "A file with one key per line; lines that begin with # do not count.", "FILE"),
+    Setting("device", _device, "Where to compute: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.", "DEVICE"),
+    Setting(
+        "dtype", _one_of("float32", "bfloat16", "float16"),
+        "The base model's numbers: `float32`, `bfloat16` or `float16`. Adapters are always float32.", "DTYPE",
+    ),
+    Setting("threads", _count(0, 1024), "Threads for the maths; 0: one per core.", "N"),
+    Setting(
+        "durability", _one_of("normal", "full"),
+        "`normal`: what was accepted survives the death of any process. `full`: also a power cut, at some speed.",
+        "HOW",
+    ),
+    Setting(
+        "snapshot_every_s", _seconds,
+        "Seconds of work on a run after which its state is saved, so that a restart repeats no more than that.", "S",
+    ),
+    Setting("max_batch_tokens", _count(16), "Tokens in one pass; more work is cut up. Bounds memory.", "N"),
+    Setting("max_rows", _count(1), "Sequences that are sampled at the same time.", "N"),
+    Setting("max_cache_tokens", _count(16), "Tokens that the sampler keeps at hand for all sequences together.", "N"),
+    Setting("max_queued_samples", _count(1), "Samples that may wait; beyond it clients are told to come again.", "N"),
+    Setting("max_queued_operations", _count(1), "Training operations of one tenant that may wait.", "N"),
+    Setting("max_body_bytes", _count(1024), "The largest request that is read.", "BYTES"),
+    Setting("quota_gb", _quota, "Gigabytes that the checkpoints of all tenants may take. Not set: what the disk holds.",
+            "GB"),
+    Setting("poll_hold_s", _number("seconds", 0, 40), "Seconds that a poll is held open. Clients give up after 45.",
+            "S"),
+    Setting("gap_s", _seconds, "Seconds that a run waits for a missing number before it goes on without.", "S"),
+    Setting("idle_session_s", _seconds, "Seconds without a heartbeat after which a run leaves memory (not the disk).",
+            "S"),
+    Setting("result_ttl_s", _seconds, "Seconds that results of training operations are kept.", "S"),
+    Setting("drain_s", _seconds, "Seconds that running work gets to finish when the service is stopped.", "S"),
+    Setting("log_level", _one_of("debug", "info", "warning", "error"), "`debug`, `info`, `warning` or `error`.",
+            "LEVEL"),
+)  # fmt: skip
+"""Every setting of a service, in the order of `ServeConfig`."""

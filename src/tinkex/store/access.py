@@ -1,0 +1,78 @@
+"""Who may come in and what they did: keys, the audit log, answers remembered under idempotency keys."""
+
+from __future__ import annotations
+
+from sqlalchemy import exists, insert, select, update
+
+from tinkex.errors import ValidationError
+from tinkex.store.database import Database, as_record, as_records, bounded, values_of
+from tinkex.store.records import AuditEntry, Key
+from tinkex.store.rows import answers, audit, keys
+
+
+class Access(Database):
+    def add_key(self, key: Key) -> None:
+        """ValidationError if the same key is there already, revoked or not."""
+        with self._write() as connection:
+            if not connection.execute(self._insert_new(keys), values_of(key)).rowcount:
+                raise ValidationError(f"The key {key.hint} is already known. Choose another one.")
+
+    def get_key_by_hash(self, sha256: str) -> Key | None:
+        """Revoked keys too: `revoked_at` says so."""
+        with self._read() as connection:
+            row = connection.execute(select(keys).where(keys.c.sha256 == sha256)).first()
+        return None if row is None else as_record(Key, row)
+
+    def list_keys(self) -> list[Key]:
+        """Oldest first, revoked ones too."""
+        with self._read() as connection:
+            return as_records(Key, connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id)).all())
+
+    def revoke_key(self, id_or_hint: str, at: float) -> Key | None:
+        """The key as it now is, or None if no live key has this id or hint. A hint that fits two keys is refused."""
+        is_live = keys.c.revoked_at.is_(None)
+        with self._write() as connection:
+            found = connection.execute(select(keys).where(is_live, keys.c.id == id_or_hint).with_for_update()).all()
+            if not found:
+                found = connection.execute(
+                    select(keys).where(is_live, keys.c.hint == id_or_hint).with_for_update()
+                ).all()
+            if not found:
+                return None
+            if len(found) > 1:
+                raise ValidationError(f"{len(found)} keys look like {id_or_hint}. Name the one you mean by its id.")
+            revoked = update(keys).where(keys.c.id == found[0].id).values(revoked_at=at).returning(keys)
+            return as_record(Key, connection.execute(revoked).one())
+
+    def has_keys(self) -> bool:
+        """Whether any key lives."""
+        with self._read() as connection:
+            return bool(connection.scalar(select(exists().where(keys.c.revoked_at.is_(None)))))
+
+    def add_audit(self, entry: AuditEntry) -> None:
+        with self._write() as connection:
+            connection.execute(insert(audit), values_of(entry))
+
+    def list_audit(self, tenant: str, *, limit: int, before: float | None = None) -> list[AuditEntry]:
+        """Newest first; those earlier than `before`, if given."""
+        wanted = select(audit).where(audit.c.tenant == tenant)
+        if before is not None:
+            wanted = wanted.where(audit.c.at < before)
+        with self._read() as connection:
+            rows = connection.execute(wanted.order_by(audit.c.at.desc(), audit.c.id.desc()).limit(bounded(limit))).all()
+        return as_records(AuditEntry, rows)
+
+    def remember(self, tenant: str, key: str, answer: bytes, at: float) -> bytes:
+        """Keep the answer under the key unless one is there; the one that stands is returned."""
+        with self._write() as connection:
+            values = {"tenant": tenant, "key": key, "answer": answer, "at": at}
+            if connection.execute(self._insert_new(answers), values).rowcount:
+                return answer
+            wanted = select(answers.c.answer).where(answers.c.tenant == tenant, answers.c.key == key)
+            return bytes(connection.execute(wanted).scalar_one())
+
+    def recall(self, tenant: str, key: str) -> bytes | None:
+        with self._read() as connection:
+            wanted = select(answers.c.answer).where(answers.c.tenant == tenant, answers.c.key == key)
+            answer = connection.scalar(wanted)
+        return None if answer is None else bytes(answer)

@@ -1,0 +1,184 @@
+"""The connection under the store: one at a time, every call a transaction, every driver error one of ours."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from sqlalchemy import Connection, Engine, Insert, Row, Table, create_engine, event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.pool import QueuePool
+
+from tinkex.errors import ConfigError, MissingExtra
+from tinkex.store.errors import Unavailable, translated
+from tinkex.store.payloads import Kept, Payloads
+
+Durability = Literal["normal", "full"]
+R = TypeVar("R")
+
+BUSY_S = 10.0
+"""How long a write waits while another program (`tinkex key`, a backup) holds the SQLite file."""
+LARGEST = 2**63 - 1
+
+
+class Database:
+    """What the parts of the store stand on. Used by one thread at a time."""
+
+    def __init__(self, engine: Engine, payloads: Payloads) -> None:
+        self._engine = engine
+        self._payloads = payloads
+        self._file: Connection | None = None
+        self._new: dict[Table, Insert] = {}
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._engine.dispose()
+
+    def _read(self) -> AbstractContextManager[Connection]:
+        return self._transaction("BEGIN")
+
+    def _write(self) -> AbstractContextManager[Connection]:
+        """A transaction that writes. On SQLite it takes the write lock at once, so that what it reads stays true."""
+        return self._transaction("BEGIN IMMEDIATE")
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Connection]:
+        with translated():
+            if self._engine.dialect.name != "sqlite":
+                with self._engine.begin() as connection:
+                    yield connection
+                return
+            if self._file is None:
+                self._file = self._engine.connect()
+            # A file is never lost as a connection is, so it is held: taking it from the pool costs as much as a write.
+            with self._file.begin():
+                sqlite_connection(self._file).execute(begin)
+                yield self._file
+
+    @contextmanager
+    def _writing(self, content: bytes | None) -> Iterator[tuple[Connection, Kept | None]]:
+        """A transaction that writes and keeps a payload; the payload's file goes again if the transaction fails."""
+        with translated():
+            kept = None if content is None else self._payloads.keep(content)
+        try:
+            with self._write() as connection:
+                yield connection, kept
+        except Unavailable:
+            # A lost connection may have lost the answer to a commit that stands. If it does not, `sweep` has the file.
+            raise
+        except Exception:
+            if kept is not None:
+                self._payloads.remove([kept.file])
+            raise
+
+    def _insert_new(self, table: Table) -> Insert:
+        """An insert that leaves the row that is there; its rowcount says which it was."""
+        if table not in self._new:
+            dialect = sqlite if self._engine.dialect.name == "sqlite" else postgresql
+            insert = dialect.insert(table).on_conflict_do_nothing()
+            self._new[table] = insert.execution_options(preserve_rowcount=True)
+        return self._new[table]
+
+
+def sqlite_connection(connection: Connection) -> sqlite3.Connection:
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    return driver
+
+
+def values_of(record: Any) -> dict[str, Any]:
+    """A record as the values of its row."""
+    return {name: getattr(record, name) for name in _names(type(record))}
+
+
+def as_record(kind: type[R], row: Row[Any]) -> R:
+    return kind(**row._mapping)
+
+
+def as_records(kind: type[R], found: Sequence[Row[Any]]) -> list[R]:
+    return [kind(**row._mapping) for row in found]
+
+
+def bounded(number: int) -> int:
+    """An offset or limit as the databases take it: beyond 64 bits they fail instead of finding nothing."""
+    return min(max(number, 0), LARGEST)
+
+
+def connect(url: str, durability: Durability) -> Engine:
+    """The engine for a database address. Connects on first use."""
+    address = _address(url)
+    if address.get_backend_name() == "sqlite":
+        return _sqlite(address, durability)
+    if address.get_backend_name() == "postgresql":
+        return _postgresql(address)
+    raise ConfigError(
+        f"A database of kind {address.get_backend_name()!r} is not supported. "
+        "Use sqlite:///path or postgresql://user@host/name."
+    )
+
+
+def _address(url: str) -> URL:
+    try:
+        address = make_url(url.replace("postgres://", "postgresql://", 1) if url.startswith("postgres://") else url)
+    except (ArgumentError, ValueError):
+        # The address is not repeated: it may hold a password.
+        raise ConfigError(
+            "The database address cannot be read. Use sqlite:///path or postgresql://user@host/name."
+        ) from None
+    return address.set(drivername="postgresql+psycopg") if address.drivername == "postgresql" else address
+
+
+def _sqlite(address: URL, durability: Durability) -> Engine:
+    if not address.database or address.database == ":memory:":
+        raise ConfigError("A database in memory would not survive a restart. Name a file: sqlite:///path.")
+    Path(address.database).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    engine = create_engine(
+        address,
+        poolclass=QueuePool,
+        pool_size=1,
+        max_overflow=0,
+        # Opened, used and closed by different threads, but never by two at once.
+        connect_args={"check_same_thread": False, "timeout": BUSY_S},
+        hide_parameters=True,
+    )
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None  # `_transaction` says BEGIN; sqlite3 itself would not say it before DDL.
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
+        connection.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
+
+    return engine
+
+
+def _postgresql(address: URL) -> Engine:
+    try:
+        # The ping before each transaction replaces a connection that was lost meanwhile.
+        return create_engine(
+            address,
+            pool_size=1,
+            max_overflow=0,
+            pool_pre_ping=True,
+            connect_args={"connect_timeout": int(BUSY_S), "application_name": "tinkex"},
+            hide_parameters=True,
+        )
+    except ImportError:
+        raise MissingExtra("PostgreSQL", "postgres") from None
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(field.name for field in fields(kind))
+    return _NAMES[kind]

@@ -1,0 +1,88 @@
+"""Bytes too large for a row, as files. A file is complete before a row names it, and goes after no row names it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+INLINE_BYTES = 64 * 1024
+"""Up to this size bytes stay in their row: a second file would cost more than the longer row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where bytes are: in the row, or in the file of this name."""
+
+    content: bytes | None
+    file: str | None
+
+
+class Payloads:
+    """The folder `journal/`, in 256 folders so that none grows too long."""
+
+    def __init__(self, folder: Path, *, is_synced: bool) -> None:
+        self._folder = folder
+        self._is_synced = is_synced
+
+    def keep(self, content: bytes) -> Kept:
+        """Keep the bytes. Whoever calls removes the file again if its row does not come to be."""
+        if len(content) <= INLINE_BYTES:
+            return Kept(content, None)
+        name = uuid.uuid4().hex
+        target = self._path(name)
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        unfinished = target.with_suffix(".part")
+        try:
+            with open(unfinished, "xb", buffering=0) as out:
+                _write_all(out.fileno(), content)
+                if self._is_synced:
+                    os.fsync(out.fileno())
+            os.replace(unfinished, target)
+            if self._is_synced:
+                _sync_folder(target.parent)
+                _sync_folder(self._folder)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+            raise
+        return Kept(None, name)
+
+    def read(self, kept: Kept) -> bytes:
+        if kept.file is None:
+            return kept.content or b""
+        return self._path(kept.file).read_bytes()
+
+    def remove(self, names: Iterable[str | None]) -> None:
+        """Remove files that no row names any more. One that is gone already is no fault."""
+        for name in names:
+            if name is not None:
+                self._path(name).unlink(missing_ok=True)
+
+    def sweep(self, named: set[str]) -> int:
+        """Remove every file that is not named, unfinished ones too; how many there were."""
+        orphans = [path for path in self._folder.glob("??/*") if path.is_file() and path.name not in named]
+        for path in orphans:
+            path.unlink(missing_ok=True)
+        return len(orphans)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name[:2] / name
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return  # Windows keeps the name with the file and opens no folders.
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,130 @@
+"""The rows as values. Times are seconds since 1970; folders are relative to the data folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+OperationState = Literal["queued", "done", "failed", "refused"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    id: str
+    tenant: str
+    created_at: float
+    seen_at: float
+    """The last heartbeat, or any other sign of life."""
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+    finished: dict[str, Any] | None = None
+    """What the client said when it finished the session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A training run, which is a model, which is an adapter: one id for the three."""
+
+    id: str
+    tenant: str
+    session_id: str
+    base_model: str
+    rank: int
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    created_at: float
+    last_request_at: float
+    user_metadata: dict[str, Any] | None = None
+    is_unloaded: bool = False
+    snapshot: str | None = None
+    """Folder of the last snapshot. Operations up to and including `snapshot_seq` are inside it."""
+    snapshot_seq: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A training operation: a line of the journal. Number 0 of a run is its creation; clients count from 1."""
+
+    request_id: str
+    run_id: str
+    tenant: str
+    seq_id: int
+    kind: str
+    digest: str
+    state: OperationState = "queued"
+    created_at: float = 0.0
+    finished_at: float | None = None
+    cost_tokens: int = 0
+    error: str | None = None
+    category: str | None = None
+    result_type: Literal["json", "proto"] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the server needs to know beside the engine's command: names, paths, times to live."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """A sampling session: a base model, a saved checkpoint, or (ephemeral) a folder of its own."""
+
+    id: str
+    tenant: str
+    session_id: str
+    base_model: str
+    created_at: float
+    model_path: str | None = None
+    folder: str | None = None
+    """Only of an ephemeral sampler; it goes with the session."""
+    clients: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    path: str
+    """tinker://{run}/{kind}/{name}"""
+    tenant: str
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    folder: str
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    created_at: float
+    size_bytes: int
+    files: dict[str, dict[str, Any]]
+    """File name → {"size_bytes", "sha256"}."""
+    has_optimizer: bool = False
+    expires_at: float | None = None
+    is_public: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """An API key: its hash, never itself. `hint` is how it begins and ends, for people."""
+
+    id: str
+    sha256: str
+    tenant: str
+    name: str
+    hint: str
+    created_at: float
+    revoked_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    id: str
+    at: float
+    tenant: str
+    action: str
+    target: str
+    detail: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,232 @@
+"""The tables. A column has the name of the record's field it holds; what a record lacks is said at the column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Dialect,
+    Double,
+    Index,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+
+metadata = MetaData()
+
+
+class Words(TypeDecorator[str]):
+    """Text from anywhere. PostgreSQL has no zero character and neither database has half a surrogate pair, so a client
+    that sends one would otherwise make a lookup fail instead of finding nothing."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        if value is None or (value.isascii() and "\0" not in value):
+            return value
+        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+class Json(TypeDecorator[Any]):
+    """A value as JSON text; None is NULL. No JSON column: text comes back as it was, key order included."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        return None if value is None else orjson.loads(value)
+
+
+class Wide(TypeDecorator[int]):
+    """An integer of any size, as text: seeds are unsigned 64-bit, which no integer column holds."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: int | None, dialect: Dialect) -> str | None:
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> int | None:
+        return None if value is None else int(value)
+
+
+schema_version = Table("schema_version", metadata, Column("version", BigInteger, nullable=False))
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("tenant", Words, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("seen_at", Double, nullable=False),
+    Column("tags", Json, nullable=False),
+    Column("user_metadata", Json, nullable=False),
+    Column("sdk_version", Words, nullable=False),
+    Column("project_id", Words),
+    Column("display_name", Words),
+    Column("finished", Json),
+)
+Index("sessions_by_tenant", sessions.c.tenant, sessions.c.created_at, sessions.c.id)
+Index(
+    "sessions_unfinished",
+    sessions.c.seen_at,
+    sqlite_where=sessions.c.finished.is_(None),
+    postgresql_where=sessions.c.finished.is_(None),
+)
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("tenant", Words, nullable=False),
+    Column("session_id", Words, nullable=False, index=True),
+    Column("base_model", Words, nullable=False),
+    Column("rank", BigInteger, nullable=False),
+    Column("seed", Wide, nullable=False),
+    Column("train_attn", Boolean, nullable=False),
+    Column("train_mlp", Boolean, nullable=False),
+    Column("train_unembed", Boolean, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("last_request_at", Double, nullable=False),
+    Column("user_metadata", Json),
+    Column("is_unloaded", Boolean, nullable=False),
+    Column("snapshot", Words),
+    Column("snapshot_seq", BigInteger, nullable=False),
+)
+Index("runs_by_tenant", runs.c.tenant, runs.c.created_at, runs.c.id)
+
+operations = Table(
+    "operations",
+    metadata,
+    Column("request_id", Words, primary_key=True),
+    Column("run_id", Words, nullable=False),
+    Column("tenant", Words, nullable=False),
+    Column("seq_id", BigInteger, nullable=False),
+    Column("kind", Words, nullable=False),
+    Column("digest", Words, nullable=False),
+    Column("state", Words, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("finished_at", Double),
+    Column("cost_tokens", BigInteger, nullable=False),
+    Column("error", Words),
+    Column("category", Words),
+    Column("result_type", Words),
+    Column("options", Json, nullable=False),
+    UniqueConstraint("run_id", "seq_id", name="operations_once"),
+)
+Index(
+    "operations_queued",
+    operations.c.run_id,
+    operations.c.seq_id,
+    sqlite_where=operations.c.state == "queued",
+    postgresql_where=operations.c.state == "queued",
+)
+
+payloads = Table(
+    "payloads",
+    metadata,
+    Column("request_id", Words, nullable=False),
+    Column("part", Words, nullable=False),  # "command" or "result"
+    Column("at", Double, nullable=False),  # when it was written; results expire by it
+    Column("content", LargeBinary),  # the bytes, or
+    Column("file", Words),  # the name of the file that holds them
+    PrimaryKeyConstraint("request_id", "part"),
+)
+"""Apart from `operations`, so that lists never read bytes and finishing never rewrites them."""
+Index(
+    "payloads_results",
+    payloads.c.at,
+    sqlite_where=payloads.c.part == "result",
+    postgresql_where=payloads.c.part == "result",
+)
+Index(
+    "payloads_files",
+    payloads.c.file,
+    sqlite_where=payloads.c.file.is_not(None),
+    postgresql_where=payloads.c.file.is_not(None),
+)
+
+samplers = Table(
+    "samplers",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("tenant", Words, nullable=False),
+    Column("session_id", Words, nullable=False, index=True),
+    Column("base_model", Words, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("model_path", Words),
+    Column("folder", Words),
+    Column("clients", BigInteger, nullable=False),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("path", Words, primary_key=True),
+    Column("tenant", Words, nullable=False),
+    Column("run_id", Words, nullable=False, index=True),
+    Column("kind", Words, nullable=False),
+    Column("name", Words, nullable=False),
+    Column("folder", Words, nullable=False),
+    Column("base_model", Words, nullable=False),
+    Column("rank", BigInteger, nullable=False),
+    Column("train_attn", Boolean, nullable=False),
+    Column("train_mlp", Boolean, nullable=False),
+    Column("train_unembed", Boolean, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("files", Json, nullable=False),
+    Column("has_optimizer", Boolean, nullable=False),
+    Column("expires_at", Double, index=True),
+    Column("is_public", Boolean, nullable=False),
+    Column("user_metadata", Json),
+)
+Index("checkpoints_by_tenant", checkpoints.c.tenant, checkpoints.c.created_at, checkpoints.c.path)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("sha256", Words, nullable=False, unique=True),
+    Column("tenant", Words, nullable=False),
+    Column("name", Words, nullable=False),
+    Column("hint", Words, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("revoked_at", Double),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("at", Double, nullable=False),
+    Column("tenant", Words, nullable=False),
+    Column("action", Words, nullable=False),
+    Column("target", Words, nullable=False),
+    Column("detail", Json, nullable=False),
+)
+Index("audit_by_tenant", audit.c.tenant, audit.c.at, audit.c.id)
+
+answers = Table(
+    "answers",
+    metadata,
+    Column("tenant", Words, nullable=False),
+    Column("key", Words, nullable=False),
+    Column("answer", LargeBinary, nullable=False),
+    Column("at", Double, nullable=False, index=True),
+    PrimaryKeyConstraint("tenant", "key"),
+)
+"""What was answered under an idempotency key, so that a repeated request gets the same answer."""

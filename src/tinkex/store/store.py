@@ -1,0 +1,92 @@
+"""Everything that must survive a restart. Called from one thread at a time; every call is one transaction."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+from types import TracebackType
+
+from sqlalchemy import select
+from sqlalchemy.exc import DatabaseError
+
+from tinkex.errors import ConfigError
+from tinkex.store.access import Access
+from tinkex.store.checkpoints import Checkpoints
+from tinkex.store.database import Durability, connect, sqlite_connection
+from tinkex.store.errors import DiskFull, Duplicate, Unavailable
+from tinkex.store.journal import Journal
+from tinkex.store.migrations import migrate
+from tinkex.store.payloads import Payloads
+from tinkex.store.rows import payloads
+from tinkex.store.sessions import Sessions
+
+__all__ = ["DiskFull", "Duplicate", "Store", "Unavailable"]
+
+
+class Store(Sessions, Journal, Checkpoints, Access):
+    """Rows in SQLite or PostgreSQL, large payloads in files beside them."""
+
+    @classmethod
+    def open(cls, url: str, data_dir: Path, *, durability: Durability = "normal") -> Store:
+        """Connect, and bring the database up to this release.
+
+        "normal" survives the death of any process; "full" also survives the loss of power, at the price of a disk flush
+        per call (on PostgreSQL its own settings decide).
+        """
+        engine = connect(url, durability)
+        store = cls(engine, Payloads(data_dir / "journal", is_synced=durability == "full"))
+        try:
+            with store._write() as connection:
+                migrate(connection)
+        except (DatabaseError, Unavailable) as problem:
+            store.close()
+            raise ConfigError(f"The database cannot be opened: {_reason(problem)}") from problem
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def sweep(self) -> int:
+        """Remove payload files that no row names (a crash leaves some); how many. Only for who holds the data lock."""
+        with self._read() as connection:
+            named = {name for name in connection.scalars(select(payloads.c.file)) if name is not None}
+        return self._payloads.sweep(named)
+
+    def backup(self, target: Path) -> None:
+        """Write a consistent copy of the database to `target`, while others go on using it.
+
+        Payload files are not in it: copy `journal/` and `checkpoints/` after it.
+        """
+        if self._engine.dialect.name != "sqlite":
+            raise ConfigError("A PostgreSQL database is backed up with its own tool: run pg_dump on it.")
+        if target.exists():
+            raise ConfigError(f"{target.name} is already there. Name a file that does not exist.")
+        unfinished = target.with_name(target.name + ".part")
+        unfinished.unlink(missing_ok=True)
+        try:
+            with self._read() as connection:
+                copy = sqlite3.connect(unfinished)
+                try:
+                    sqlite_connection(connection).backup(copy)
+                    copy.execute("PRAGMA journal_mode = DELETE")  # One file, with nothing beside it.
+                finally:
+                    copy.close()
+            os.replace(unfinished, target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def _reason(problem: DatabaseError | Unavailable) -> str:
+    """What the driver says, for the person who starts the server; it names host and user, never the password."""
+    cause = problem if isinstance(problem, DatabaseError) else problem.__cause__
+    said = str(getattr(cause, "orig", None) or cause).strip()
+    return said.splitlines()[0] if said else "it gave no reason"

@@ -1,0 +1,47 @@
+"""Base models for the engine's tests, loaded once and kept in the checkout's `.cache`: the GGUF is fetched once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinkex.engine import hub, model, models
+from tinkex.engine.base import ModelInfo
+
+CACHE = Path(__file__).parents[2] / ".cache"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_info() -> ModelInfo:
+    return models.resolve("tinkex/tiny", CACHE)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_info: ModelInfo) -> model.Model:
+    return model.load(tiny_info, CPU, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def smollm2_info() -> ModelInfo:
+    """From the GGUF on every machine, also where the hub or its cache would have the model."""
+
+    def unreachable(name: str, progress: object) -> Path:
+        raise hub.Unreachable("tests do not ask it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub, "cached", lambda name: None)
+        patch.setattr(hub, "fetch", unreachable)
+        return models.resolve("smollm2-135m", CACHE)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_info: ModelInfo) -> model.Model:
+    return model.load(smollm2_info, CPU, torch.float32)

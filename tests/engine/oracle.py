@@ -1,0 +1,140 @@
+"""The other side of every comparison: plain transformers and PEFT, and a driver for the trainer's generators."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tinkex.engine.adapters import Adapter
+from tinkex.engine.commands import pass_frame, read_outputs
+from tinkex.engine.frames import Frame, decode
+from tinkex.engine.model import Model
+from tinkex.engine.train import Trainer
+from tinkex.types.inputs import Datum, ModelInput
+
+FLAGS = ("train_attn", "train_mlp", "train_unembed")
+
+
+def finish(generator: Generator[None, None, Frame]) -> Frame:
+    """Run a command to its end; the reply goes through bytes, as it does between processes."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return decode(end.value.encode())
+
+
+class Session:
+    """A trainer, spoken to in frames that went through bytes."""
+
+    def __init__(self, model: Model, *, token_budget: int = 4096) -> None:
+        self.model = model
+        self.trainer = Trainer(dict.fromkeys(model.info.names, model), token_budget=token_budget)
+
+    def run(self, op: str, adapter: str = "a", **fields: Any) -> Frame:
+        return finish(self.trainer.run(decode(Frame({"op": op, "adapter": adapter, **fields}).encode())))
+
+    def create(self, adapter: str = "a", *, rank: int = 4, seed: int = 0, **flags: bool) -> Adapter:
+        given = {**dict.fromkeys(FLAGS, True), **flags}
+        self.run("create", adapter, base=self.model.info.name, rank=rank, seed=seed, **given)
+        return self.trainer.adapters[adapter]
+
+    def passes(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Any = None,
+        *,
+        op: str = "forward_backward",
+        adapter: str = "a",
+    ) -> Frame:
+        return finish(self.trainer.run(decode(pass_frame(op, adapter, data, loss_fn, config).encode())))
+
+    def logprobs(self, data: Sequence[Datum], adapter: str = "a") -> list[Tensor]:
+        reply = self.passes(data, "cross_entropy", op="forward", adapter=adapter)
+        return [output["logprobs"].to_torch() for output in read_outputs(reply)]
+
+    def optim(self, adapter: str = "a", **settings: float) -> dict[str, float]:
+        metrics: dict[str, float] = self.run("optim_step", adapter, **settings).head["metrics"]
+        return metrics
+
+
+def randomise(adapter: Adapter, seed: int = 7) -> Adapter:
+    """Give B numbers other than 0, so that A has a gradient too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, b_OR in adapter.lora.pairs.values():
+            b_OR.copy_(torch.randn(b_OR.shape, generator=generator) * 0.02)
+    return adapter
+
+
+def datum(tokens: Sequence[int], **inputs: Any) -> Datum:
+    return Datum(ModelInput.from_ints(list(tokens)), inputs)
+
+
+def plain_model(folder: str) -> Any:
+    """The base model as any transformers user would load it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+class Oracle:
+    """A PEFT model that carries the same A and B as an adapter. One at a time: the next one takes the model over."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.model = _peft_model(
+            adapter.model.info.folder, tuple(site.name for site in adapter.sites), adapter.spec.rank
+        )
+        self._leaves = dict(self.model.named_parameters())
+        self._sites = [site.name for site in adapter.sites]
+        with torch.no_grad():
+            for name in self._sites:
+                for leaf, value in zip(self._pair(name), adapter.lora.pairs[name], strict=True):
+                    leaf.copy_(value)
+
+    def logprobs(self, tokens: Sequence[int]) -> Tensor:
+        """Log-probabilities [T, V] of every next token.
+
+        The softmax alone is in float64: torch's fp32 log_softmax adds 50,000 numbers one after another, and through
+        the large common part of a real model's hidden states that rounding comes to 4e-4 of some gradients.
+        """
+        logits: Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
+        return logits.double().log_softmax(-1).float()
+
+    def gradients(self, loss: Callable[[Oracle], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of A and B at every site."""
+        self.model.zero_grad()
+        loss(self).backward()  # type: ignore[no-untyped-call]
+        found = {}
+        for name in self._sites:
+            a_RD, b_OR = self._pair(name)
+            assert a_RD.grad is not None and b_OR.grad is not None
+            found[name] = (a_RD.grad.clone(), b_OR.grad.clone())
+        return found
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        a_RD, b_OR = (self._leaves[f"base_model.model.{name}.lora_{letter}.default.weight"] for letter in "AB")
+        return a_RD, b_OR
+
+
+@functools.lru_cache(maxsize=4)
+def _peft_model(folder: str, names: tuple[str, ...], rank: int) -> Any:
+    config = LoraConfig(r=rank, lora_alpha=32, target_modules=list(names), task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the unembedding is tied: here it stays as it is
+        return get_peft_model(plain_model(folder), config).eval()
+
+
+def assert_gradients_equal(adapter: Adapter, expected: dict[str, tuple[Tensor, Tensor]], within: float = 1e-4) -> None:
+    """Relative to each tensor's own norm."""
+    for name, pair in expected.items():
+        for letter, leaf, wanted in zip("AB", adapter.lora.pairs[name], pair, strict=True):
+            assert leaf.grad is not None
+            difference = float((leaf.grad - wanted).norm() / wanted.norm())
+            assert difference <= within, f"{name} {letter}: {difference:.2g}"
