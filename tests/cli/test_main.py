@@ -27,7 +27,10 @@ COMMANDS = [
     ["run", "info"],
     ["checkpoint"],
     *(["checkpoint", verb] for verb in ("list", "info", "publish", "unpublish", "set-ttl", "delete", "download")),
+    ["export"],
 ]
+LOCAL = [["serve"], ["key"], ["key", "create"], ["key", "list"], ["key", "revoke"], ["backup"], ["gc"]]
+"""These work on this machine: an address and a key of another service mean nothing to them."""
 
 
 def test_the_installed_command_tells_its_version() -> None:
@@ -49,6 +52,19 @@ def test_every_command_has_help_with_an_example(run: Tinkex, words: list[str]) -
     assert "example" in ran.out
     assert f"  tinkex {' '.join(words)}" in ran.out or len(words) == 1
     assert "TINKER_API_KEY" in ran.out
+
+
+@pytest.mark.parametrize("words", LOCAL, ids=" ".join)
+def test_every_local_command_has_help_with_an_example_and_no_option_of_a_client(run: Tinkex, words: list[str]) -> None:
+    ran = run(*words, "--help")
+    assert ran.code == 0
+    assert f"  tinkex {' '.join(words)}" in ran.out
+    assert "--base-url" not in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 100
+
+
+def test_every_command_is_tried_here() -> None:
+    assert {words[0] for words in (*COMMANDS, *LOCAL)} == {*NOUNS, "version"}
 
 
 def test_help_lists_every_command(run: Tinkex) -> None:

@@ -247,7 +247,7 @@ def test_sums_not_means_so_ten_times_the_weights_give_ten_times_the_gradient(tin
         data = [datum(range(n), target_tokens=range(1, n + 1), weights=[factor] * n) for n in LENGTHS]
         session.passes(data, "cross_entropy")
         gradients.append(adapter.gradient_P.clone())
-    torch.testing.assert_close(gradients[1], gradients[0] * 10, rtol=1e-5, atol=1e-5)
+    assert float((gradients[1] - gradients[0] * 10).norm() / gradients[1].norm()) < 1e-6
 
 
 def test_tokens_of_weight_zero_have_no_part_in_the_gradient_but_a_log_probability(tiny: Model) -> None:
@@ -259,7 +259,7 @@ def test_tokens_of_weight_zero_have_no_part_in_the_gradient_but_a_log_probabilit
     gradient = adapter.gradient_P.clone()
     session.optim(learning_rate=0.0)
     session.passes([short], "cross_entropy")
-    torch.testing.assert_close(adapter.gradient_P, gradient, rtol=1e-4, atol=1e-5)
+    assert float((adapter.gradient_P - gradient).norm() / gradient.norm()) < 1e-5
     lp = session.logprobs([whole])[0]
     assert lp.shape == (10,) and bool((lp < 0).all())
 
@@ -320,7 +320,7 @@ def test_kl_divergence_skips_what_sparse_targets_do_not_list(tiny: Model) -> Non
     session = Session(tiny)
     adapter = randomise(session.create())
     found = session.passes([example], "kl_divergence").head["metrics"]["loss:sum"]
-    lp_TV = Oracle(adapter).logprobs(range(4))
+    lp_TV = Oracle(adapter).logprobs(range(4)).detach()
     places = [(0, 7, 1.0), (1, 9, 2.0), (1, 4, 2.0), (3, 2, 1.0)]
     wanted = sum(w * torch.tensor(-1.0).exp() * (-1.0 - lp_TV[t, token]) for t, token, w in places)
     assert found == pytest.approx(float(wanted), rel=1e-5)

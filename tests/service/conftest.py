@@ -9,10 +9,20 @@ import pytest
 import tinkex
 from tests.service.live import LiveServer
 
+ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
+
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with LiveServer(tmp_path_factory.mktemp("live") / "data") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """One server with a key for Alice and one for Bob, and a small limit for bodies."""
+    flags = ("--api-key", ALICE, "--api-key", BOB, "--max-body-bytes", "1000000")
+    with LiveServer(tmp_path_factory.mktemp("keyed") / "data", *flags) as server:
         yield server
 
 

@@ -28,10 +28,10 @@ GROUPS = {
 }  # fmt: skip
 MORE = """\
 Trains and samples real models for every client that speaks the Tinker API: this package, or the
-official `tinker` from 0.4.1 to 0.36.0. Without --base-model it serves smollm2-135m, which is fetched
-on first use. It listens on this machine only, where no key is needed; beyond it, keys are required
-(`tinkex key create NAME`). Stopped at any moment, even by kill -9, it goes on where it was when it
-is started again with the same data folder.
+official `tinker` from 0.4.1 to 0.36.0. Without --base-model it serves smollm2-135m, which is
+fetched on first use. It listens on this machine only, where no key is needed; beyond it, keys are
+required (`tinkex key create NAME`). Stopped at any moment, even by kill -9, it goes on where it
+was when it is started again with the same data folder.
 
 Every flag can be set in the environment as well (its name in brackets below), or in the table
 [serve] of tinkex.toml. A client needs TINKER_BASE_URL and, if there are keys, TINKER_API_KEY."""

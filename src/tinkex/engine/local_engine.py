@@ -73,7 +73,8 @@ class LocalEngine:
         """Set while it is known how things are: commands are taken, or never will be."""
         self._is_ready = False
         self._ready_at_s: float | None = None
-        self._generation = 0
+        self._generation = 1
+        """Grows as soon as a child has ended: nobody shall count on its adapters while the next one starts."""
         self._reason = "not started"
         self._failure: str | None = None
         self._is_closed = False
@@ -166,13 +167,12 @@ class LocalEngine:
             delay_s = restart_delay_s(deaths)
             deaths += 1
             self._reason = f"restarting: the last engine {reason}"
-            logger.error("The engine (generation %d) %s; starting another.", self._generation, reason)
+            logger.error("The engine %s; starting another, generation %d.", reason, self._generation)
             if delay_s:
                 await self._clock.sleep(delay_s)
 
     async def _live(self) -> str:
         """One child from its start to its end. Returns why it ended, as the end of a sentence."""
-        self._generation += 1
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, *CHILD, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=1 << 22
@@ -191,6 +191,7 @@ class LocalEngine:
         finally:
             watchdog.cancel()
             self._child, self._is_ready, self._stats = None, False, {}
+            self._generation += 1
             if not self._is_closed:
                 self._settled.clear()
                 self._reason = "the last engine has just ended"

@@ -53,14 +53,14 @@ class Segment(NamedTuple):
     stop: int
 
 
-def sites_of(model: nn.Module) -> list[Site]:
+def sites_of(model: Any) -> list[Site]:
     """The layers of a causal LM that take adapters, in the model's own order."""
     found = []
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         role = Role.UNEMBED if module is head else _role(name, module)
         if role is not None:
-            found.append(Site(name, role, int(module.in_features), int(module.out_features)))  # type: ignore[arg-type]
+            found.append(Site(name, role, int(module.in_features), int(module.out_features)))
     return found
 
 

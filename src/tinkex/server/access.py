@@ -27,6 +27,7 @@ _MOST_CACHED = 4096
 """Keys that do not exist are remembered too; guessing must not fill the memory."""
 _MOST_KEY_CHARACTERS = 512
 _GUARDED = ("/api/v1/", "/v1/", "/oai/api/v1/")
+_OPENAI = ("/v1/", "/oai/")
 _OPEN = ("/api/v1/healthz", "/api/v1/files/")
 """Health is for load balancers; links to files carry their own signature."""
 
@@ -120,7 +121,7 @@ class AccessMiddleware:
             try:
                 tenant = await self._access.tenant(key_in(scope["headers"]))
             except Exception as problem:  # an edge: middleware stands outside the application's own handler
-                await as_response(problem)(scope, receive, send)
+                await as_response(problem, is_openai=route_path(scope).startswith(_OPENAI))(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)

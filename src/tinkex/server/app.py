@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.server.access import AccessMiddleware
 from tinkex.server.faults import Refused, answer, as_response
@@ -56,7 +58,8 @@ def guarded(name: str, handler: Handler) -> Handler:
             response = Response(status_code=499)
         except Exception as problem:
             response = as_response(problem)
-        service.metrics.request(name, response.status_code, service.clock.now() - started)
+        tenant = getattr(request.state, "tenant", None)
+        service.metrics.request(name, response.status_code, service.clock.now() - started, tenant)
         return response
 
     return run
@@ -81,6 +84,18 @@ async def root(request: Request) -> Response:
     return answer({"service": "tinkex", "api": f"{base}/api/v1", "openai": f"{base}/v1", "metrics": f"{base}/metrics"})
 
 
+class PrefixMiddleware:
+    """Behind a proxy that passes its path prefix on: what stands before our own paths is not ours to look at."""
+
+    def __init__(self, app: ASGIApp, public_url: str | None) -> None:
+        self._app, self._prefix = app, urlsplit(public_url or "").path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._prefix and scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope["root_path"] = self._prefix
+        await self._app(scope, receive, send)
+
+
 def make_app(service: Service) -> Starlette:
     app = Starlette(
         routes=[
@@ -90,7 +105,10 @@ def make_app(service: Service) -> Starlette:
             Route("/metrics", guarded("metrics", metrics_page)),
             Route("/", root),
         ],
-        middleware=[Middleware(AccessMiddleware, access=service.access)],
+        middleware=[
+            Middleware(PrefixMiddleware, public_url=service.config.public_url),
+            Middleware(AccessMiddleware, access=service.access),
+        ],
         exception_handlers={404: no_such_call, 405: no_such_method},
     )
     app.state.service = service

@@ -62,7 +62,8 @@ def serve(
 def listening(config: ServeConfig) -> Iterator[socket.socket]:
     """The socket, before anything slow: a port that is taken is told at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
+    # The protocol is named because asyncio turns Nagle's algorithm off only then: 40 ms per answer otherwise.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((config.host, config.port))

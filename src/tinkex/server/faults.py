@@ -49,8 +49,8 @@ def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = 
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
-def as_response(problem: Exception) -> Response:
-    """What is answered when a handler raises."""
+def as_response(problem: Exception, *, is_openai: bool = False) -> Response:
+    """What is answered when a handler raises; OpenAI's clients read another shape."""
     if isinstance(problem, ValidationError):
         problem = bad(str(problem), "invalid")
     if isinstance(problem, (DiskFull, Unavailable)):
@@ -60,6 +60,10 @@ def as_response(problem: Exception) -> Response:
         problem = Refused(
             500, "The service failed to answer this request; its log says why.", "internal", category="server"
         )
+    if is_openai:
+        kind = "authentication_error" if problem.status == 401 else "server_error"
+        error = {"message": problem.detail, "type": kind, "param": None, "code": problem.code}
+        return answer({"error": error}, problem.status, problem.headers)
     body = {"detail": problem.detail, "code": problem.code, "category": problem.category}
     return answer(body, problem.status, problem.headers)
 

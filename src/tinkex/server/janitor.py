@@ -94,7 +94,7 @@ class Janitor:
         data_dir = service.config.data_dir
         old = service.clock.wall() - RUBBISH_AGE_S
         named = {folders.inside(data_dir, folder) for folder in await service.db(service.store.all_folders)}
-        for folder in await asyncio.to_thread(_unnamed, [data_dir.resolve() / root for root in ROOTS], named, old):
+        for folder in await asyncio.to_thread(unnamed, [data_dir.resolve() / root for root in ROOTS], named, old):
             if await asyncio.to_thread(folders.remove, data_dir, str(folder.relative_to(data_dir.resolve()))):
                 logger.info("removed a folder that nothing refers to: %s", folder.name)
 
@@ -145,7 +145,7 @@ def _is_over(session: Session | None, since: float) -> bool:
     return session is None or session.finished is not None or session.seen_at < since
 
 
-def _unnamed(roots: list[Path], named: set[Path], old: float) -> list[Path]:
+def unnamed(roots: list[Path], named: set[Path], old: float) -> list[Path]:
     """The topmost folders that neither are named nor hold a named one, and that nobody has touched of late."""
     above = {parent for folder in named for parent in folder.parents}
     found = []

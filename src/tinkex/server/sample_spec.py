@@ -78,7 +78,7 @@ def _max_tokens(params: SamplingParams, length: int, info: ModelInfo) -> int:
     room = info.max_context_length - length
     asked = params.max_tokens
     if asked is None:
-        # A prompt that fills the context can still be looked at: one token is drawn from its last position.
+        # A prompt that fills the context can still be scored; there is no room to draw from it.
         return max(room, 1)
     if asked < 1:
         raise bad(f"max_tokens must be at least 1, not {asked}.", "bad_max_tokens")

@@ -137,6 +137,7 @@ class Sampling:
         self._rows = 0
         """Sequences that the engine has now."""
         self._queued_rows = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._samples: OrderedDict[str, Sample] = OrderedDict()
         self._by_key: dict[object, Sample] = {}
         self._keys: dict[str, object] = {}
@@ -333,6 +334,8 @@ class Sampling:
             self._shares.charge(tenant, job.cost_tokens)
             self._rows += job.spec.num_samples
             job.task = asyncio.create_task(self._sample(job))
+            self._tasks.add(job.task)
+            job.task.add_done_callback(self._tasks.discard)
 
     async def _sample(self, job: Job) -> None:
         outcome, sampled = "failed", 0
@@ -379,9 +382,8 @@ class Sampling:
 
     async def drain(self, seconds: float) -> None:
         """Let what the engine has come to its end, for so long."""
-        running = [sample.job.task for sample in self._samples.values() if sample.job.task and not sample.is_done]
-        if running:
-            await asyncio.wait(running, timeout=seconds)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
 
 
 def _told(problem: Exception) -> tuple[str, str]:
