@@ -59,10 +59,15 @@ def local(
     ...     training = service.create_lora_training_client("tinkex/tiny", rank=8)
     """
     needs_local("tinkex.local()")
-    wanted = _settle((base_model,) if isinstance(base_model, str) else tuple(base_model), data_dir, config)
-    server = PrivateServer(wanted)
-    server.start()
-    return LocalServiceClient(server, wanted)
+    folder = Path(tempfile.mkdtemp(prefix="tinkex-local-"))
+    try:
+        names = (base_model,) if isinstance(base_model, str) else tuple(base_model)
+        server = PrivateServer(_settle(names, folder, data_dir, config), folder)
+        server.start()
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return LocalServiceClient(server)
 
 
 def needs_local(what: str) -> None:
@@ -74,13 +79,12 @@ def needs_local(what: str) -> None:
 class LocalServiceClient(ServiceClient):
     """A `ServiceClient` with a private server behind it. Closing it stops the server."""
 
-    def __init__(self, server: PrivateServer, config: settings.ServeConfig) -> None:
+    def __init__(self, server: PrivateServer) -> None:
         # No proxy, whatever the settings say: none could reach a port of this machine.
         super().__init__(
-            config=settings.resolve(base_url=server.url, api_key=config.api_keys[0], proxy="", telemetry=False)
+            config=settings.resolve(base_url=server.url, api_key=server.config.api_keys[0], proxy="", telemetry=False)
         )
         self._server = server
-        self._models = config.base_models
         # The session is what all clients of this server hold: with the last of them the server goes. At exit there is
         # nothing to do, the pipe closes by itself.
         weakref.finalize(self._session, server.let_go).atexit = False
@@ -106,8 +110,9 @@ class LocalServiceClient(ServiceClient):
 
         def finish() -> None:
             problem = goodbye.exception()
+            was_there = self._server.is_running
             self._server.stop()
-            if problem is None:
+            if problem is None or not was_there:  # a server that is gone needs no goodbye
                 resolve(both, None)
             else:
                 reject(both, problem)
@@ -120,6 +125,9 @@ class LocalServiceClient(ServiceClient):
     ) -> None:
         try:
             super().__exit__(kind, problem, trace)
+        except TinkexError:
+            if self._server.is_running:
+                raise
         finally:
             self._server.stop()
 
@@ -128,21 +136,28 @@ class LocalServiceClient(ServiceClient):
     ) -> None:
         try:
             await super().__aexit__(kind, problem, trace)
+        except TinkexError:
+            if self._server.is_running:
+                raise
         finally:
             await self.close()
 
     def __repr__(self) -> str:
         state = f"pid {self.pid}" if self._server.is_running else "stopped"
-        return f"<tinkex.local {', '.join(self._models)} at {self.base_url} ({state})>"
+        return f"<tinkex.local {', '.join(self._server.config.base_models)} at {self.base_url} ({state})>"
 
 
 class PrivateServer:
-    """The process: started, waited for, stopped. Only the process that started it may stop it."""
+    """The process: started, waited for, stopped. Only the process that started it may stop it.
 
-    def __init__(self, config: settings.ServeConfig) -> None:
-        self._config = config
-        self._folder = config.data_dir.parent if config.data_dir.name == _DATA else _folder()
-        self._log = self._folder / "serve.log"
+    `folder` is temporary and nobody else's: settings, log and, unless they are kept elsewhere, data. It is removed in
+    the end, by this process or, if that is gone, by the server.
+    """
+
+    def __init__(self, config: settings.ServeConfig, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+        self._log = folder / "serve.log"
         self._owner = os.getpid()
         self._ready = threading.Event()
         self._ended = threading.Event()
@@ -166,11 +181,11 @@ class PrivateServer:
 
     def start(self) -> None:
         """Return when the server takes requests. A failed start raises with what the server said last."""
-        file = self._folder / "tinkex.toml"
-        settings.write_private_file(file, self._config)
+        file = self.folder / "tinkex.toml"
+        settings.write_private_file(file, self.config)
         with self._log.open("w", encoding="utf-8") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tinkex", "-o", "json", "serve", "--private", str(self._folder)],
+                [sys.executable, "-m", "tinkex", "-o", "json", "serve", "--private", str(self.folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
@@ -181,9 +196,9 @@ class PrivateServer:
                 start_new_session=True,
             )
         assert self._process.stdout is not None
-        threading.Thread(
-            target=self._watch, args=(self._process, self._process.stdout), name="tinkex-local", daemon=True
-        ).start()
+        watched = (self._process, self._process.stdout)
+        self._thread = threading.Thread(target=self._watch, args=watched, name="tinkex-local", daemon=True)
+        self._thread.start()
         try:
             self._wait()
         except BaseException:
@@ -195,7 +210,7 @@ class PrivateServer:
         if os.getpid() != self._owner or self._process is None:
             return
         self.let_go()
-        if not self._ended.wait(self._config.drain_s + STOP_S):
+        if not self._ended.wait(self.config.drain_s + STOP_S):
             self._process.kill()
             self._ended.wait()
 
@@ -219,7 +234,7 @@ class PrivateServer:
         stdout.read()
         code = process.wait()
         self._said = self._tail()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._ended.set()
         if not self._is_stopping and self._answer:
             log.error("The private server ended by itself (exit code %s). It said last: %s", code, self._said)
@@ -231,7 +246,7 @@ class PrivateServer:
             if waited_s > QUIET_S and waited_s - said_at >= LINE_S:
                 line = self._tail().rpartition("\n")[2]
                 what = line if line and line != said else f"{waited_s:.0f} s"
-                print(f"tinkex.local: starting {', '.join(self._config.base_models)}: {what}", file=sys.stderr)
+                print(f"tinkex.local: starting {', '.join(self.config.base_models)}: {what}", file=sys.stderr)
                 said_at, said = waited_s, line
         if not self._answer:
             self._ended.wait()
@@ -246,27 +261,22 @@ class PrivateServer:
         return "\n".join([line for line in lines if line.strip()][-TAIL:])
 
 
-_DATA = "data"
-
-
 def _settle(
-    base_models: tuple[str, ...], data_dir: str | os.PathLike[str] | None, given: dict[str, Any]
+    base_models: tuple[str, ...], folder: Path, data_dir: str | os.PathLike[str] | None, given: dict[str, Any]
 ) -> settings.ServeConfig:
     """The server's settings: what was passed, then environment and file as far as they are about computing."""
-    if taken := sorted(set(given) & (set(OWN) - {"database_url"})):
+    if taken := sorted(set(given) & set(OWN)):
         raise ConfigError(f"tinkex.local() chooses {', '.join(taken)} itself. To choose them, run `tinkex serve`.")
-    usual = settings.resolve_serve()
-    inherited = {name: getattr(usual, name) for name in (row.name for row in settings.SERVE) if name not in OWN}
+    usual = settings.resolve_serve(**given)
+    inherited = {row.name: getattr(usual, row.name) for row in settings.SERVE if row.name not in OWN}
+    own: dict[str, Any] = {"base_models": base_models, "port": 0}
     if data_dir is None:
-        kept = {"data_dir": _folder() / _DATA, "api_keys": (_new_key(),), "drain_s": 0.0}
+        # What is queued dies with the folder, so nothing is waited for.
+        own |= {"data_dir": folder / "data", "api_keys": (_new_key(),), "drain_s": given.get("drain_s", 0.0)}
     else:
-        folder = Path(data_dir).expanduser().absolute()
-        kept = {"data_dir": folder, "api_keys": (_kept_key(folder),)}
-    return settings.ServeConfig(**{**inherited, **kept, "base_models": base_models, "port": 0, **given})
-
-
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tinkex-local-"))
+        kept = Path(data_dir).expanduser().absolute()
+        own |= {"data_dir": kept, "api_keys": (_kept_key(kept),)}
+    return settings.ServeConfig(**{**inherited, **own})
 
 
 def _new_key() -> str:

@@ -110,7 +110,7 @@ def config(arguments: argparse.Namespace) -> train.Config:
         max_tokens=arguments.max_tokens,
         log_path=arguments.log_path,
         eval_every=1,
-        save_every=2,
+        save_every=STEPS,
         rolling_save_every=1,
         ttl_seconds=3600,
         lora_rank=8,

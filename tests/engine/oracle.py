@@ -81,7 +81,8 @@ def datum(tokens: Sequence[int], **inputs: Any) -> Datum:
 
 def plain_model(folder: str) -> Any:
     """The base model as any transformers user would load it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.eval()
 
 
 class Oracle:

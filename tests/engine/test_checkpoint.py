@@ -142,7 +142,7 @@ def test_saving_again_after_a_crash_replaces_the_folder(tiny: Model, tmp_path: P
 )
 def test_peft_loads_what_we_save_and_gives_the_same_logits(tiny: Model, tmp_path: Path, flags: dict[str, bool]) -> None:
     session = Session(tiny)
-    adapter = randomise(session.create(rank=6, **flags))
+    adapter = randomise(session.create("a", rank=6, **flags))
     session.run("save", folder=str(tmp_path / "saved"), with_optimizer=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -184,7 +184,7 @@ def made_by_peft(info: ModelInfo, folder: Path, **settings: Any) -> Any:
         warnings.simplefilter("ignore")  # of the tied unembedding
         config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
         made = peft.get_peft_model(plain_model(info.folder), config).eval()
-        made.save_pretrained(folder)
+        made.save_pretrained(str(folder))
     return made
 
 

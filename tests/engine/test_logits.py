@@ -48,7 +48,8 @@ def allowed(logits_V: Tensor, *, temperature: float, top_k: int, top_p: float, m
     if top_k > 0:
         order = order[:top_k]
     total = sum(weights[token] for token in order)
-    kept, mass = [], 0.0
+    kept: list[int] = []
+    mass = 0.0
     for token in order:
         if kept and mass >= top_p:
             break
@@ -97,6 +98,14 @@ def test_the_sets_are_right_in_a_large_vocabulary_whether_the_nucleus_is_small_o
         assert drawn <= set(hoped)
         likely = {token for token, share in hoped.items() if share > 0.03}
         assert likely <= drawn
+
+
+def test_a_nucleus_of_any_size_ends_where_it_should() -> None:
+    # Even logits: with top_p, exactly so many of the first tokens remain.
+    for size, top_p in ((9000, 0.01), (9000, 0.2), (9000, 0.8)):
+        one = chooser(size, top_p=top_p)
+        one.uniform = 1.0 - 2.0**-53
+        assert choose(torch.zeros(1, size), [one]) == [math.ceil(size * top_p) - 1]
 
 
 def test_rows_of_every_kind_in_one_batch_draw_what_each_draws_alone() -> None:

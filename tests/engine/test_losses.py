@@ -79,7 +79,7 @@ def test_a_token_without_advantage_costs_nothing_however_wrong_its_logprob(name:
     # Callers fill a prompt's log-probabilities with anything; exp(1000) · 0 must not be nan.
     lp = LP.clone().requires_grad_()
     mask = {"sequence_ratio_mask": [0, 1, 1]} if name == "gspo" else {}
-    loss, metrics = compute(name, lp, logprobs=[-1000.0, *Q[1:].tolist()], advantages=[0.0, -2.0, 3.0], **mask)
+    loss, metrics = compute(name, lp, None, logprobs=[-1000.0, *Q[1:].tolist()], advantages=[0.0, -2.0, 3.0], **mask)
     loss.backward()  # type: ignore[no-untyped-call]
     assert lp.grad is not None and bool(lp.grad.isfinite().all()) and float(lp.grad[0]) == 0.0
     assert all(math.isfinite(number) for number in (float(loss.detach()), *metrics.values()))

@@ -52,6 +52,18 @@ def policy_data(model: Model, *, seed: int = 0, extra: tuple[str, ...] = ()) -> 
     return data
 
 
+def only(data: list[Datum], *keys: str) -> list[Datum]:
+    """The data with these inputs alone, as a loss refuses those that it does not know."""
+    return [
+        Datum(example.model_input, {key: example.loss_fn_inputs[key] for key in ("target_tokens", *keys)})
+        for example in data
+    ]
+
+
+def weighted_data(model: Model) -> list[Datum]:
+    return only(policy_data(model, extra=("weights",)), "weights")
+
+
 def taught_data(model: Model, key: str, *, k: int = 3) -> list[Datum]:
     """Several targets per position, with weights or a teacher's log-probabilities under `key`."""
     rng = random.Random(1)
@@ -129,7 +141,7 @@ def kl_2d(oracle: Oracle, example: Datum) -> Tensor:
 
 
 CASES: dict[str, tuple[str, Callable[[Model], list[Datum]], dict[str, float] | None, Formula]] = {
-    "cross_entropy": ("cross_entropy", lambda m: policy_data(m, extra=("weights",)), None, cross_entropy),
+    "cross_entropy": ("cross_entropy", weighted_data, None, cross_entropy),
     "cross_entropy 2-D": ("cross_entropy", lambda m: taught_data(m, "weights"), None, cross_entropy),
     "importance_sampling": ("importance_sampling", policy_data, None, importance_sampling),
     "ppo": ("ppo", policy_data, None, ppo),
@@ -151,10 +163,10 @@ CASES: dict[str, tuple[str, Callable[[Model], list[Datum]], dict[str, float] | N
         {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01},
         lambda o, d: gspo(o, d, 0.99, 1.01, masked=True),
     ),
-    "kl_divergence": ("kl_divergence", policy_data, None, kl),
+    "kl_divergence": ("kl_divergence", lambda m: only(policy_data(m), "logprobs"), None, kl),
     "kl_divergence weighted": (
         "kl_divergence",
-        lambda m: policy_data(m, extra=("weights",)),
+        lambda m: only(policy_data(m, extra=("weights",)), "logprobs", "weights"),
         None,
         lambda o, d: kl(o, d, weighted=True),
     ),
@@ -162,9 +174,9 @@ CASES: dict[str, tuple[str, Callable[[Model], list[Datum]], dict[str, float] | N
 }
 
 
-def check(model: Model, case: str) -> None:
+def check(model: Model, case: str, count: int = len(LENGTHS)) -> None:
     loss_fn, make, config, formula = CASES[case]
-    data = make(model)
+    data = make(model)[:count]
     session = Session(model, token_budget=48)
     adapter = randomise(session.create(rank=4))
     reply = session.passes(data, loss_fn, config)
@@ -204,7 +216,7 @@ def test_loss_and_gradient_are_those_of_the_written_formula(tiny: Model, case: s
     ],
 )
 def test_loss_and_gradient_on_a_real_model_are_those_of_the_written_formula(smollm2: Model, case: str) -> None:
-    check(smollm2, case)
+    check(smollm2, case, 2)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +233,8 @@ def test_every_kind_of_layer_and_any_rank_has_the_right_gradient(
     tiny: Model, flags: dict[str, bool], rank: int
 ) -> None:
     session = Session(tiny)
-    adapter = randomise(session.create(rank=rank, **flags))
-    data = policy_data(tiny, extra=("weights",))
+    adapter = randomise(session.create("a", rank=rank, **flags))
+    data = weighted_data(tiny)
     session.passes(data, "cross_entropy")
     expected = Oracle(adapter).gradients(lambda o: torch.stack([cross_entropy(o, example) for example in data]).sum())
     assert len(expected) == {"train_attn": 8, "train_mlp": 6, "train_unembed": 1}[next(k for k in flags if flags[k])]
@@ -345,7 +357,7 @@ def test_log_probabilities_of_a_real_model_within_1e_4_also_far_into_a_text(smol
     adapter = randomise(session.create(rank=8))
     rng = random.Random(3)
     data = []
-    for length in (300, 41):
+    for length in (160, 41):
         tokens = [rng.randrange(smollm2.vocab_size) for _ in range(length + 1)]
         data.append(datum(tokens[:-1], target_tokens=tokens[1:]))
     oracle = Oracle(adapter)

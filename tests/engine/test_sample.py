@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.engine.oracle import Session, datum, randomise
-from tinkex.engine import checkpoint, decode, prompt_scores
+from tinkex.engine import checkpoint, decode, prompt_scores, sample
 from tinkex.engine.adapters import Adapter
 from tinkex.engine.base import EngineFault, LoraSpec, ModelInfo, Sampled, SampleSpec, Tokens
+from tinkex.engine.kv_cache import RowCache
 from tinkex.engine.model import Model
 from tinkex.engine.sample import Sampler
 
@@ -60,7 +61,8 @@ def sampled(answers: Answers, number: int) -> Sampled:
 
 def plain_model(info: ModelInfo) -> Any:
     """The base model as any user of transformers would load it."""
-    return AutoModelForCausalLM.from_pretrained(info.folder, dtype=torch.float32, local_files_only=True).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(info.folder, dtype=torch.float32, local_files_only=True)
+    return loaded.eval()
 
 
 def plain_logprobs(module: Any, tokens: Iterable[int]) -> Tensor:
@@ -68,6 +70,18 @@ def plain_logprobs(module: Any, tokens: Iterable[int]) -> Tensor:
     with torch.inference_mode():
         found: Tensor = module(input_ids=torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
     return found
+
+
+def first_arguments(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """Those of all calls of `owner.name` from now on, which goes on as before."""
+    seen, original = [], getattr(owner, name)
+
+    def call(first: Any, *args: Any, **options: Any) -> Any:
+        seen.append(first)
+        return original(first, *args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return seen
 
 
 def greedy(module: Any, prompt: Iterable[int], count: int) -> list[int]:
@@ -289,12 +303,9 @@ def test_a_chunked_prefill_equals_a_whole_one(tiny: Model, monkeypatch: pytest.M
 
 def test_one_step_reads_a_chunk_of_a_prompt_and_no_more(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "CHUNK", 16)
-    sizes, hidden = [], tiny.hidden
-    monkeypatch.setattr(
-        tiny, "hidden", lambda tokens, *a, **k: (sizes.append(tokens.shape[1]), hidden(tokens, *a, **k))[1]
-    )
+    passes = first_arguments(monkeypatch, tiny, "hidden")
     answer(tiny, spec(range(100), max_tokens=3, num_samples=4))
-    assert sizes == [16] * 6 + [4, 1, 1]
+    assert [tokens_BT.shape[1] for tokens_BT in passes] == [16] * 6 + [4, 1, 1]
 
 
 def test_everything_about_a_prompt_equals_a_plain_forward(tiny: Model, plain_tiny: Any) -> None:
@@ -348,11 +359,11 @@ def test_only_the_last_n_prompt_entries_are_computed(
     tiny: Model, plain_tiny: Any, last_n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = list(TEXT.encode())
-    rows, logits = [], tiny.logits
-    monkeypatch.setattr(tiny, "logits", lambda hidden, *a: (rows.append(hidden.shape[0]), logits(hidden, *a))[1])
+    unembedded = first_arguments(monkeypatch, tiny, "logits")
     monkeypatch.setattr(prompt_scores, "LOGITS_AT_ONCE", 263 * 8)
     found = answer(tiny, spec(prompt, max_tokens=1, prompt_logprobs=True, topk_prompt=2, last_n=last_n))
     wanted = min(last_n, len(prompt) - 1)
+    rows = [hidden_ND.shape[0] for hidden_ND in unembedded]
     assert sum(rows) == wanted + 1
     assert max(rows) <= 8
     plain_TV = plain_logprobs(plain_tiny, prompt)
@@ -553,11 +564,7 @@ def test_weights_are_read_once_kept_within_bounds_and_usable_after_the_folder_is
         path.unlink()
     same(sampled(finish(running, {2: spec(b"abc", weights=str(folder))}), 2), first)
 
-    read: list[str] = []
-    original = checkpoint.read_weights
-    monkeypatch.setattr(
-        "tinkex.engine.sample.read_weights", lambda at, model: (read.append(at), original(at, model))[1]
-    )
+    read = first_arguments(monkeypatch, sample, "read_weights")
     narrow = sampler(tiny, adapters_bytes=1)
     for weights in (0, 0, 1, 0):
         finish(narrow, {1: spec(b"abc", weights=adapter_folders[weights])})
@@ -669,3 +676,21 @@ def test_weights_that_have_diverged_are_named_as_the_reason(tiny: Model, tmp_pat
         assert fault.category == "user"
         assert "diverged" in str(fault)
     assert isinstance(answers[3], Sampled)
+
+
+def test_what_a_diverged_row_leaves_in_the_cache_never_reaches_another() -> None:
+    def prompt(value: float, width: int) -> RowCache:
+        made = RowCache()
+        made.update(torch.full((1, 2, width, 4), value), torch.full((1, 2, width, 4), value), 0)
+        return made
+
+    cache = RowCache()
+    for value, width in ((1.0, 3), (torch.nan, 9), (torch.nan, 9)):
+        cache.join(prompt(value, width), 1)
+    assert cache.leave([1, 2], [3, 9, 9]) == [0]
+    cache.join(prompt(2.0, 4), 1)
+    cache.join(prompt(3.0, 8), 1)
+    layer = cache.row_layers[0]
+    used_BT = layer.keys[:3, 0, layer.start : layer.end, 0]
+    # Masked padding is multiplied by zero, which makes nothing of a number, but NaN of NaN.
+    assert used_BT.tolist() == [[0.0] * 5 + [1.0] * 3, [0.0] * 4 + [2.0] * 4, [3.0] * 8]

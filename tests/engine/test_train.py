@@ -349,7 +349,8 @@ def test_bad_data_are_refused_with_datum_and_key_and_leave_no_trace(tiny: Model,
     bad, loss_fn, words = BAD_DATA[case]
     session = Session(tiny)
     session.create()
-    good = datum(range(3), target_tokens=range(1, 4), logprobs=[-1.0] * 3, advantages=[1.0] * 3)
+    needed = {} if loss_fn == "cross_entropy" else {"logprobs": [-1.0] * 3, "advantages": [1.0] * 3}
+    good = datum(range(3), target_tokens=range(1, 4), **needed)
     session.passes([good], loss_fn)
     before = state(session)
     with pytest.raises(EngineFault, match=words) as refused:
@@ -397,12 +398,15 @@ def test_no_data_and_unknown_adapters_bases_and_operations_are_refused(tiny: Mod
         assert refused.value.category == "server"
 
 
-def test_extra_inputs_are_ignored(tiny: Model) -> None:
+def test_inputs_that_a_loss_does_not_know_are_refused_unless_only_log_probabilities_are_wanted(tiny: Model) -> None:
+    # The forward pass of a loss of the caller's own carries what that loss needs; early clients send it along.
     session = Session(tiny)
     session.create()
-    plain = session.passes(DATA[:1], "cross_entropy")
-    extra = datum(range(5), target_tokens=range(1, 6), reward=[[math.inf, 2.0]])
-    assert session.passes([extra], "cross_entropy").head["metrics"] == plain.head["metrics"]
+    extra = [datum(range(5), target_tokens=range(1, 6), reward=[[math.inf, 2.0]])]
+    plain = session.passes(DATA[:1], "cross_entropy", op="forward")
+    assert session.passes(extra, "cross_entropy", op="forward").head["metrics"] == plain.head["metrics"]
+    with pytest.raises(EngineFault, match=r"data\[0\]\.loss_fn_inputs\['reward'\]: cross_entropy has no such input"):
+        session.passes(extra, "cross_entropy")
 
 
 def test_weights_of_a_2d_target_may_come_flat_as_early_clients_send_them(tiny: Model) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import tinkex
 from tests.service.live import LiveServer
+from tests.service.raw import Raw
 
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
 
@@ -24,6 +25,16 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     flags = ("--api-key", ALICE, "--api-key", BOB, "--max-body-bytes", "1000000")
     with LiveServer(tmp_path_factory.mktemp("keyed") / "data", *flags) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def alice(keyed: LiveServer) -> Raw:
+    return Raw(keyed, ALICE)
+
+
+@pytest.fixture(scope="session")
+def bob(keyed: LiveServer) -> Raw:
+    return Raw(keyed, BOB)
 
 
 @pytest.fixture

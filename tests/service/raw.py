@@ -18,8 +18,10 @@ from tinkex.wire.body import PROTOBUF
 TOKENS, TARGETS = [10, 20, 30], [20, 30, 40]
 NAN, INF = float("nan"), float("inf")
 AT_ONCE_S = 6.0
-"""Much longer than a small operation takes on a busy machine, shorter than the 10 s that a missing number is awaited."""
-SECRETIVE = re.compile(r"Traceback|File \"|\.py\b|site-packages|/home/|/tmp/|/usr/|0x[0-9a-f]{6}|sqlalchemy|sqlite", re.I)
+"""Longer than a small operation takes on a busy machine, shorter than the 10 s that a missing number is awaited."""
+SECRETIVE = re.compile(
+    r"Traceback|File \"|\.py\b|site-packages|/home/|/tmp/|/usr/|pytest-|0x[0-9a-f]{6}|sqlalchemy|sqlite3?\.", re.I
+)
 """What no answer may hold: a trace of the program, or where it lies."""
 
 
@@ -117,8 +119,8 @@ class Run:
         """A body that carries the run's id and next number."""
         return {"model_id": self.id, "seq_id": self.take(), **fields}
 
-    def done(self, path: str, **fields: Any) -> Any:
-        return self.client.done(path, self.named(**fields))
+    def done(self, call: str, **fields: Any) -> Any:
+        return self.client.done(call, self.named(**fields))
 
     def submit_forward(self) -> str:
         answer = self.client.post("forward", self.named(forward_input=batch()))

@@ -49,8 +49,15 @@ def read(command: Frame, loss: Loss, model: Model) -> list[Datum]:
     rows = command.head["data"]
     if not rows:
         raise EngineFault("There is no data. Pass at least one Datum.")
+    known = {"target_tokens", *loss.required, *loss.optional}
     total = 0
     for index, row in enumerate(rows):
+        # Early clients send the inputs of a loss of their own along when they want log-probabilities alone.
+        if command.head["op"] == "forward_backward" and (unknown := sorted(row["inputs"].keys() - known)):
+            raise EngineFault(
+                f"{_place(index, unknown[0])}: {loss.name} has no such input. It takes {', '.join(sorted(known))}. "
+                "Remove the key."
+            )
         total += _extent(row["inputs"].get("target_tokens", {}), _place(index, "target_tokens"))
         if total > MOST_TARGETS:
             raise EngineFault(

@@ -131,8 +131,8 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 def load(start: Mapping[str, Any], send: Send) -> tuple[Trainer, Sampler]:
     """Import torch, load the models; slow. Says what it is at."""
     send(Frame({"n": 0, "news": "loading", "what": "PyTorch"}))
-    # Threads that spin while they wait take the cores from the server, from clients and from each other: measured with
-    # 11 busy processes on 2 cores, a small pass took 820 ms, and 47 ms with threads that sleep.
+    # Threads that spin while they wait take the cores from the server, from clients and from each other: on 2 cores at
+    # a load of 11, a small pass took 820 ms (median of 40), and 47 ms with threads that sleep. Not measured when idle.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # border: OpenMP reads it when torch loads it, and nothing else
     import torch
     from transformers.utils import logging as transformers_logging

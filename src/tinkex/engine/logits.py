@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tinkex.engine.base import SampleSpec
 
-NARROW = 256
-"""So many of the best tokens are looked at first; all are sorted only if a row's nucleus is larger."""
+NARROW = (256, 4096)
+"""So many of the best tokens are looked at first; a vocabulary is sorted only for rows whose nucleus is larger."""
 
 
 class Chooser:
@@ -133,15 +133,16 @@ def _filtered(logits_NV: Tensor, choosers: Sequence[Chooser]) -> Tensor:
 
     tokens_N = torch.zeros(len(choosers), dtype=torch.long, device=device)
     left_N = torch.arange(len(choosers), device=device)
-    for count in (min(NARROW, size), size):
+    for count in (*(count for count in NARROW if count < size), size):
         values_NK, ids_NK = ranked(scaled_NV[left_N], count)
         limit, top_p = limit_N1[left_N], top_p_N1[left_N]
         weights_NK = values_NK.to(wide(device)).exp()
         weights_NK *= torch.arange(count, device=device)[None] < limit
         total = torch.where(limit < size, weights_NK.sum(1, keepdim=True), total_N1[left_N])
-        mass_NK = weights_NK.cumsum(1) / total
-        is_known_N = (limit[:, 0] <= count) | ((limit[:, 0] == size) & (mass_NK[:, -1] >= top_p[:, 0]))
-        is_kept_NK = (mass_NK - weights_NK / total) < top_p
+        sums_NK = weights_NK.cumsum(1)
+        is_enough_N = (sums_NK[:, -1:] / total >= top_p)[:, 0]
+        is_known_N = (limit[:, 0] <= count) | ((limit[:, 0] == size) & is_enough_N)
+        is_kept_NK = (sums_NK - weights_NK) / total < top_p
         is_kept_NK[:, 0] = True
         column_N = invert(weights_NK * is_kept_NK, uniform_N1[left_N])
         drawn_N = ids_NK.gather(1, column_N)[:, 0]

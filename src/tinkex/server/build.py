@@ -26,6 +26,7 @@ from tinkex.server.intake import Intake
 from tinkex.server.janitor import Janitor
 from tinkex.server.metrics import Metrics
 from tinkex.server.perform import Perform
+from tinkex.server.protocol import BoundedProtocol
 from tinkex.server.residency import Residency
 from tinkex.server.sampling import Sampling
 from tinkex.server.service import Service
@@ -171,7 +172,8 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=BoundedProtocol,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -36,7 +36,9 @@ class Intake:
 
     async def lane(self, tenant: str, run_id: object) -> Lane:
         """The lane of a run that this tenant owns."""
-        lane = await self._worker.lane(run_id) if isinstance(run_id, str) and run_id else None
+        if not isinstance(run_id, str) or not run_id:
+            raise bad("model_id is missing: it must be the text that create_model answered.", "no_model_id")
+        lane = await self._worker.lane(run_id)
         if lane is None or lane.run.tenant != tenant:
             raise not_found("model", run_id)
         return lane

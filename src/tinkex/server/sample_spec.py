@@ -38,6 +38,8 @@ def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and last_n < 1:
         raise bad(f"prompt_logprobs_last_n must be at least 1, not {last_n}.", "bad_last_n")
+    if last_n is not None and not request.prompt_logprobs:
+        raise bad("prompt_logprobs_last_n selects among prompt logprobs: also set prompt_logprobs.", "bad_last_n")
     stop_tokens, stop_strings = stops_of(params.stop, info)
     return SampleSpec(
         base=info.name,
@@ -53,7 +55,7 @@ def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False
         topk_prompt=_count("topk_prompt_logprobs", request.topk_prompt_logprobs),
         topk_sample=_count("topk_sample_logprobs", request.topk_sample_logprobs),
         alt_k=_count("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
-        last_n=last_n,
+        last_n=None if last_n is None else min(last_n, length),
         targets=_targets(request.target_prompt_logprobs, length, info),
         is_streamed=is_streamed,
     )
@@ -105,9 +107,12 @@ def _filters(params: SamplingParams) -> dict[str, Any]:
             raise bad(f"{name} must be a number from {low:g} to {high:g}, not {value}.", f"bad_{name}")
     if params.top_p == 0:
         raise bad("top_p must be above 0. For the likeliest token every time, set temperature=0.", "bad_top_p")
-    if params.top_k < -1:
+    if params.top_k < -1 or params.top_k == 0:
         raise bad(f"top_k must be -1 (off) or at least 1, not {params.top_k}.", "bad_top_k")
-    return {name: float(value) for name, (value, _, _) in given.items()} | {"top_k": params.top_k}
+    return {name: float(value) for name, (value, _, _) in given.items()} | {
+        # More than any vocabulary is no limit, however much more.
+        "top_k": min(params.top_k, 2**31 - 1)
+    }
 
 
 def _count(name: str, value: int | None) -> int:

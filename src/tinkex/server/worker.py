@@ -227,8 +227,13 @@ class Worker:
         """Have it done by an engine that lives; rebuild the adapter first if it is not there."""
         rebuilds = 0
         while True:
+            generation = self._engine.state.generation
             try:
                 await self._residency.ensure(lane)
+            except EngineFault:
+                if self._engine.state.generation == generation:
+                    raise
+                continue  # it died in between, and its successor knows nothing of what we told the other
             except EngineDied as problem:
                 self._residency.lose()
                 rebuilds += 1  # not this operation's doing: what is replayed has run before
@@ -240,6 +245,10 @@ class Worker:
             try:
                 done = await self._perform(lane, pending)
                 break
+            except EngineFault:
+                if self._residency.holds(lane.run.id):
+                    raise
+                continue
             except EngineDied as problem:
                 self._residency.lose()
                 pending.engine_deaths += 1

@@ -183,6 +183,6 @@ def read_chunk(value: Any) -> ModelInputChunk:
     if kind is None:
         by_field = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel", "tokens": "encoded_text"}
         kind = next((word for field, word in by_field.items() if field in value), None)
-    if kind not in _CHUNKS:
+    if not isinstance(kind, str) or kind not in _CHUNKS:
         raise Mismatch(f"expected one of the chunk types {', '.join(_CHUNKS)}, got {describe(value)}")
     return _CHUNKS[kind]._coerce(value)

@@ -11,6 +11,7 @@ import binascii
 import contextvars
 import datetime as dt
 import enum
+import re
 import types as pytypes
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +76,9 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
+_is_whole = re.compile(r"\s*-?[0-9]{1,99}\s*")
+
+
 def _int(value: Any) -> int:
     if type(value) is int:
         return value
@@ -85,7 +89,8 @@ def _int(value: Any) -> int:
             return int(value.__index__())
         except TypeError:  # an array of several numbers has the method, too
             pass
-    if is_lenient.get() and isinstance(value, str) and value.strip().removeprefix("-").isdecimal():
+    # Of thousands of digits Python itself makes no number.
+    if is_lenient.get() and isinstance(value, str) and _is_whole.fullmatch(value):
         return int(value)
     raise Mismatch(f"expected an int, got {describe(value)}")
 

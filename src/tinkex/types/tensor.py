@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tinkex.errors import MissingExtra, ValidationError
 from tinkex.types.base import ABSENT, Value, field
-from tinkex.types.coerce import Mismatch, describe
+from tinkex.types.coerce import Mismatch, coercer, describe
 from tinkex.types.packed import WIDTHS, Buffer, Code, array_over, fits_index, numpy_for, pack, unpack
 from tinkex.types.packed import TensorDtype as TensorDtype
 
@@ -55,7 +55,8 @@ class TensorData(Value, kw_only=False):
         passed_none = shape is None
         if shape in (None, ABSENT):
             shape = None if len(packed.shape) == 1 else packed.shape
-        self._set(packed.buffer, packed.dtype, shape, sparse_crow_indices, sparse_col_indices)
+        crow, col = _whole("sparse_crow_indices", sparse_crow_indices), _whole("sparse_col_indices", sparse_col_indices)
+        self._set(packed.buffer, packed.dtype, _whole("shape", shape), crow, col)
         if passed_none:
             object.__setattr__(self, "_given", self._given | {"shape"})
 
@@ -207,6 +208,20 @@ class TensorData(Value, kw_only=False):
     def __reduce__(self) -> tuple[Any, ...]:
         parts = (self.dtype, self.shape, self.sparse_crow_indices, self.sparse_col_indices)
         return type(self).from_buffer, (bytes(self.buffer), *parts)
+
+
+_LIST_OF_INTS = coercer(list[int])
+
+
+def _whole(name: str, values: Any) -> list[int] | None:
+    """Extents or indices, which may come from a stranger: whole numbers that fit 64 bits."""
+    try:
+        found: list[int] | None = None if values is None else _LIST_OF_INTS(values)
+    except Mismatch as problem:
+        raise ValidationError(f"TensorData.{name}{problem.place}: {problem.reason}") from None
+    if found and not -(2**63) <= min(found) <= max(found) < 2**63:
+        raise ValidationError(f"TensorData.{name}: a number does not fit 64 bits")
+    return found
 
 
 _FLAT = frozenset(("data", "dtype"))

@@ -13,8 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tinkex.engine.base import EngineFault, Sampled, SampleEvent, SampleSpec
-from tinkex.server.faults import Refused, answer, as_response, bad, not_found
-from tinkex.server.requests import body_of, content_of, decode_object, object_of, read_as, service_of, tenant_of
+from tinkex.server.faults import Refused, answer, as_response, bad
+from tinkex.server.owned import own_session, text_in
+from tinkex.server.requests import (
+    MOST_JSON_BYTES,
+    body_of,
+    content_of,
+    decode_object,
+    object_of,
+    read_as,
+    service_of,
+    tenant_of,
+)
 from tinkex.server.sample_spec import response_of, spec_of
 from tinkex.server.sampling import Target
 from tinkex.server.service import Service
@@ -28,10 +38,8 @@ COMMENT_EVERY_S = 15.0
 
 async def create_sampling_session(request: Request) -> Response:
     service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
-    session_id, number = body.get("session_id"), body.get("sampling_session_seq_id")
-    session = await service.db(service.store.get_session, session_id) if isinstance(session_id, str) else None
-    if session is None or session.tenant != tenant:
-        raise not_found("session", session_id)
+    session = await own_session(service, tenant, text_in(body, "session_id"))
+    number = body.get("sampling_session_seq_id")
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
         raise bad(f"sampling_session_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
     path = body.get("model_path")
@@ -55,7 +63,7 @@ async def join_sampling_session(request: Request) -> Response:
 
 
 async def asample(request: Request) -> Response:
-    service, tenant, content = service_of(request), tenant_of(request), await content_of(request)
+    service, tenant, content = service_of(request), tenant_of(request), await content_of(request, MOST_JSON_BYTES)
     asked, target, spec = await _read(service, tenant, content)
     name: object = asked.seq_id if asked.seq_id is not None else request.headers.get("x-idempotency-key")
     # The content is part of the key: clients that share a sampler without joining it count from 0 too.
@@ -82,7 +90,7 @@ async def _read(
 
 
 async def sample_stream(request: Request) -> Response:
-    service, tenant, content = service_of(request), tenant_of(request), await content_of(request)
+    service, tenant, content = service_of(request), tenant_of(request), await content_of(request, MOST_JSON_BYTES)
     asked, target, spec = await _read(service, tenant, content, is_streamed=True)
     events = service.sampling.run(tenant, target, spec)
     try:

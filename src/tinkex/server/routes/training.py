@@ -17,6 +17,7 @@ from tinkex.errors import ValidationError
 from tinkex.server.checks import check_data, check_name
 from tinkex.server.faults import Refused, answer, bad, not_found
 from tinkex.server.lanes import Lane
+from tinkex.server.owned import metadata_in, own_session, text_in, ttl_in
 from tinkex.server.requests import body_of, content_of, decode_object, object_of, read_as, service_of, tenant_of
 from tinkex.server.service import Service
 from tinkex.store.records import Run
@@ -26,7 +27,6 @@ from tinkex.wire import proto_codec
 from tinkex.wire.body import PROTOBUF
 
 MAX_RANK = 1024
-MAX_TTL_S = 100 * 365 * 86_400
 IN_THREAD_BYTES = 256 << 10
 """Bodies from this size on are decoded in a thread, so that other requests need not wait for them."""
 ADAM = {
@@ -58,10 +58,7 @@ async def create_model(request: Request) -> Response:
 async def _new_run(
     service: Service, tenant: str, body: dict[str, Any], base: str, rank: int, seed: int | None, flags: Any
 ) -> Run:
-    session_id, number = body.get("session_id"), body.get("model_seq_id")
-    session = await service.db(service.store.get_session, session_id) if isinstance(session_id, str) else None
-    if session is None or session.tenant != tenant:
-        raise not_found("session", session_id)
+    session, number = await own_session(service, tenant, text_in(body, "session_id")), body.get("model_seq_id")
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
         raise bad(f"model_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
     now = service.clock.wall()
@@ -77,7 +74,7 @@ async def _new_run(
         train_unembed=flags.train_unembed,
         created_at=now,
         last_request_at=now,
-        user_metadata=object_of(body, "user_metadata"),
+        user_metadata=metadata_in(body) or None,
     )
 
 
@@ -106,6 +103,8 @@ async def _pass(request: Request, kind: str) -> Response:
     is_protobuf = PROTOBUF in request.headers.get("content-type", "").lower()
     read = _read_protobuf if is_protobuf else _read_json
     given = await asyncio.to_thread(read, content, kind) if len(content) > IN_THREAD_BYTES else read(content, kind)
+    if given.problem is not None and given.model_id is None:
+        raise given.problem  # it is not known whose it is
     lane = await service.intake.lane(tenant, given.model_id)
     model = service.catalog.find(lane.run.base_model)
 
@@ -213,20 +212,12 @@ async def _save(request: Request, kind: str) -> Response:
         options = {
             "name": check_name(body.get("path")),
             "overwrite": body.get("overwrite"),
-            "ttl_seconds": check_ttl(body.get("ttl_seconds")),
-            "user_metadata": object_of(body, "user_metadata"),
+            "ttl_seconds": ttl_in(body),
+            "user_metadata": metadata_in(body) or None,
         }
         return b"", options, 0
 
     return await _submit(service, lane, body, kind, make)
-
-
-def check_ttl(ttl_s: object) -> float | None:
-    if ttl_s is None:
-        return None
-    if isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 < ttl_s <= MAX_TTL_S:
-        raise bad(f"ttl_seconds must be a positive number of seconds or null, not {str(ttl_s)[:50]!r}.", "bad_ttl")
-    return float(ttl_s)
 
 
 async def load_weights(request: Request) -> Response:
