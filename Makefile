@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test test-full check format docs bench golden cookbook clean
+.PHONY: help test test-full check format docs bench conformance compatibility golden cookbook clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,12 @@ docs: $(READY)  ## write the generated pages anew
 
 cookbook: $(READY)  ## import every module of tinker-cookbook through the alias (ten minutes, own environment)
 	$(BIN)/python tests/as_tinker/cookbook_imports.py
+
+conformance: $(READY)  ## every official client and ours through the whole flow, on both built-in models
+	$(BIN)/python -m tests.conformance.matrix
+
+compatibility: $(READY)  ## call every method of the official client and write docs/compatibility.md anew
+	$(BIN)/python -m tests.conformance.methods --write
 
 bench: $(READY)  ## what our client costs beside the official ones (throw-away environments)
 	$(BIN)/python benchmarks/client_cost.py

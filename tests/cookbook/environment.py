@@ -57,7 +57,11 @@ def run(
     words += [str(HERE / script), model, str(log_path), *arguments]
     environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
     environ |= {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-cookbook", "TINKER_TELEMETRY": "0"}
-    environ |= {"HF_HOME": str(lay_out_hub(url, model, folder / "hub")), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    environ |= {
+        "HF_HOME": str(lay_out_hub(url, model, folder / "hub")),
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }
     environ |= {"PYTHONPATH": str(PLACE / "official")} if client == CLIENTS[0] else {}
     done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, timeout=seconds)
     return Run(done.returncode, done.stdout + done.stderr, log_path)

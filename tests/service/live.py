@@ -27,7 +27,7 @@ class LiveServer:
     """The same port and data folder on every start."""
 
     def __init__(self, data_dir: Path, *flags: str, models: tuple[str, ...] = ("tinkex/tiny",)) -> None:
-        self.data_dir, self.port = data_dir, free_port()
+        self.data_dir, self.port, self.cache = data_dir, free_port(), CACHE
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = data_dir.parent / f"{data_dir.name}.log"
         self._words = [sys.executable, "-m", "tinkex", "serve", "--port", str(self.port), "--data-dir", str(data_dir)]

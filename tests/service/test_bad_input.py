@@ -119,6 +119,10 @@ CROSS_ENTROPY: dict[str, tuple[object, str]] = {
     "weights text": ([datum(weights=floats("a", "b", "c"))], r"'a'"),
     "weights null inside": ([datum(weights=floats(1.0, None, 1.0))], r"None"),
     "weights in two axes": ([datum(weights=tensor([1.0] * 6, "float32", shape=[3, 2]))], r"weights.*\[3, 2\].*\[3\]"),
+    "weights for other targets": (
+        [datum(target_tokens=tensor([1] * 6, shape=[3, 2]), weights=tensor([1.0] * 9, "float32", shape=[3, 3]))],
+        r"weights.*\[3, 3\].*\[3, 2\]",
+    ),
     "weights too large for a gradient": ([datum(weights=floats(3e38, 3e38, 3e38))], r"weights"),
     "dtype unknown": ([datum(weights=tensor([1, 1, 1], "float16"))], r"float16"),
     "dtype a number": ([datum(weights=tensor([1, 1, 1], 5))], r"dtype|5"),
@@ -542,6 +546,14 @@ def test_a_model_that_cannot_be_is_not_made(alice: Raw, session: str, case: str)
     changes, says = MODELS[case]
     check_refused(alice, alice.post("create_model", wanted(session, **changes)), says)
     assert alice.get(f"sessions/{session}").json["training_run_ids"] == []
+
+
+def test_metadata_that_are_no_texts_come_back_as_texts(alice: Raw) -> None:
+    """Official clients send any values and read nothing but texts."""
+    body = wanted(alice.session(), user_metadata={"epoch": 5, "tags": ["a"], "none": None, "text": "x"})
+    made = alice.done("create_model", body)["model_id"]
+    kept = alice.get(f"training_runs/{made}").json["user_metadata"]
+    assert kept == {"epoch": "5", "tags": '["a"]', "none": "null", "text": "x"}
 
 
 def test_a_models_number_cannot_be_used_for_another(alice: Raw) -> None:

@@ -123,4 +123,5 @@ def apply(name: str, x_BTD: Tensor, y_BTO: Tensor, segments: Sequence[Segment]) 
 
 def delta(name: str, x_BTD: Tensor, weights: LoraWeights) -> Tensor:
     a_RD, b_OR = weights.pairs[name]
-    return nn.functional.linear(nn.functional.linear(x_BTD.to(a_RD.dtype), a_RD), b_OR) * weights.spec.scale
+    # Scaled where it is narrow.
+    return nn.functional.linear(nn.functional.linear(x_BTD.to(a_RD.dtype), a_RD) * weights.spec.scale, b_OR)

@@ -47,12 +47,12 @@ def serve(
 ) -> int:
     """Run until SIGTERM or SIGINT, then drain. Raises ConfigError before anything is started if it cannot be."""
     with listening(config) as sock:
-        config.data_dir.mkdir(parents=True, exist_ok=True)
+        config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         with DataLock(config.data_dir):
-            models = [resolve(name, config.cache_dir, progress=progress) for name in config.base_models]
             store = Store.open(config.database_url, config.data_dir, durability=config.durability)
             try:
                 check_keys(config, has_stored_keys=store.has_keys())
+                models = [resolve(name, config.cache_dir, progress=progress) for name in config.base_models]
                 asyncio.run(_run(config, models, store, sock, on_ready))
             finally:
                 store.close()
@@ -73,7 +73,7 @@ def listening(config: ServeConfig) -> Iterator[socket.socket]:
                 f"Cannot listen on {config.host}:{config.port}: {problem.strerror}. Is another service there? "
                 "Choose another one with --port (0 finds a free one)."
             ) from None
-        sock.set_inheritable(False)
+        sock.listen(2048)  # now, not later: until then a second server could have the port too
         yield sock
 
 

@@ -5,6 +5,7 @@ The engine checks again what would crash it or give nonsense; here it is refused
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
@@ -14,7 +15,7 @@ from tinkex.engine.base import ModelInfo
 from tinkex.server.faults import bad
 from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
 
-MAX_NAME = 128
+MAX_NAME = 200
 
 
 def check_data(data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None, model: ModelInfo) -> int:
@@ -83,11 +84,11 @@ def check_name(name: object) -> str:
     """A checkpoint's name becomes part of a path and of a URL."""
     if not isinstance(name, str) or not name:
         raise bad("A checkpoint needs a name (`path`).", "bad_name")
-    if len(name) > MAX_NAME or name in (".", "..") or not all(c.isalnum() or c in "._-+=@" for c in name):
+    is_plain = re.fullmatch(r"[\w.\-+=:@,~]+", name, re.ASCII) is not None
+    if not is_plain or len(name) > MAX_NAME or name.startswith("."):
         raise bad(
-            f"{name[:200]!r} cannot be a checkpoint's name: use letters, digits and ._-+=@, at most {MAX_NAME}.",
+            f"{name[:200]!r} cannot be a checkpoint's name: use ASCII letters, digits and _ . - + = : @ , ~ "
+            f"(at most {MAX_NAME}, no dot at the beginning).",
             "bad_name",
         )
-    if not name.isascii() or name.startswith("."):
-        raise bad(f"{name[:200]!r} cannot be a checkpoint's name: ASCII only, and no dot at its beginning.", "bad_name")
     return name

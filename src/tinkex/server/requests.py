@@ -35,6 +35,8 @@ def tenant_of(request: Request) -> str:
     return tenant
 
 
+IDLE_S = 60.0
+"""A body that stands still for so long is given up: whoever sends half of one holds a connection no longer."""
 MOST_OFFSET = 2**53
 """Beyond it there is nothing, and JSON has no exact number."""
 
@@ -48,7 +50,14 @@ async def content_of(request: Request, most_bytes: int | None = None) -> bytes:
     if declared.isdigit() and int(declared) > limit:
         raise too_large(limit)
     pieces, size = [], 0
-    async for piece in request.stream():
+    stream = aiter(request.stream())
+    while True:
+        try:
+            piece = await asyncio.wait_for(anext(stream), IDLE_S)
+        except StopAsyncIteration:
+            break
+        except TimeoutError:
+            raise Refused(408, f"Nothing of the body came for {IDLE_S:.0f} s.", "body_stalled") from None
         size += len(piece)
         if size > limit:
             raise too_large(limit)

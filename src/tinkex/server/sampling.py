@@ -137,6 +137,8 @@ class Sampling:
         self._rows = 0
         """Sequences that the engine has now."""
         self._queued_rows = 0
+        self._held: dict[str, int] = {}
+        """Both, by tenant."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._samples: OrderedDict[str, Sample] = OrderedDict()
         self._by_key: dict[object, Sample] = {}
@@ -307,17 +309,25 @@ class Sampling:
         return self._rows
 
     def _enqueue(self, job: Job) -> None:
-        rows = job.spec.num_samples
-        limit = self._config.max_queued_samples
-        if self._queued_rows + self._rows and self._queued_rows + self._rows + rows > limit:
+        rows, limit = job.spec.num_samples, self._config.max_queued_samples
+        total, own = self._queued_rows + self._rows, self._held.get(job.tenant, 0)
+        # Who has less than an even share is let in although another tenant has filled the queue.
+        share = limit // len({*self._held, job.tenant})
+        if total + rows > limit and own and own + rows > share:
             raise busy(
-                f"{self._queued_rows + self._rows} sequences are queued or being sampled, and the limit is {limit} "
+                f"{total} sequences are queued or being sampled, and the limit is {limit} "
                 "(--max-queued-samples). Ask again in a moment.",
                 "too_many_samples",
             )
         self._queues.setdefault(job.tenant, deque()).append(job)
         self._queued_rows += rows
+        self._held[job.tenant] = own + rows
         self._pump()
+
+    def _release(self, job: Job) -> None:
+        self._held[job.tenant] -= job.spec.num_samples
+        if not self._held[job.tenant]:
+            del self._held[job.tenant]
 
     def _pump(self) -> None:
         """Hand jobs to the engine while it has room."""
@@ -351,6 +361,7 @@ class Sampling:
             job.sink(problem)
         finally:
             self._rows -= job.spec.num_samples
+            self._release(job)
             self._metrics.sample(outcome, len(job.spec.prompt), sampled, job.target.info.name)
             self._pump()
 
@@ -379,6 +390,7 @@ class Sampling:
             job.task.cancel()
         elif job in self._queues.get(job.tenant, ()):
             self._queued_rows -= job.spec.num_samples
+            self._release(job)
 
     async def drain(self, seconds: float) -> None:
         """Let what the engine has come to its end, for so long."""

@@ -1,33 +1,18 @@
-"""Calls every public method of a client against a real service, and prints as JSON how each fared.
-
-    python -m tests.conformance.probe MODULE BASE_URL BASE_MODEL
-
-MODULE is `tinker` (run it in an environment with the official package) or `tinkex`. The methods are found by
-reflection; one without a probe counts as failed, so that a new release shows up.
-"""
+"""What probes need: the method under test as a call, and clients and checkpoints to try it on."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib
 import inspect
 import itertools
-import json
-import os
-import sys
-import threading
-import warnings
+import uuid
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-CLASSES = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient", "APIFuture")
 KEY = "tml-methods"
 WAIT_S = 120.0
-PROJECT = "project-of-the-probe"
 SEQUENCES = [[(7 * i + 3 * k) % 190 + 5 for i in range(12 + k)] for k in range(3)]
-_TWIN = "_async"
 
 Probe = Callable[["World", "Call"], object]
 PROBES: dict[str, Probe] = {}
@@ -45,8 +30,8 @@ def probe(*names: str) -> Callable[[Probe], Probe]:
 class Call:
     """The method under test: `call(client, …)` waits for its answer, whether it is a value, a future or a coroutine."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, kind: str, name: str) -> None:
+        self.kind, self.name = kind, name
 
     def __call__(self, client: Any, *args: Any, **named: Any) -> Any:
         return done(getattr(client, self.name)(*args, **named))
@@ -84,6 +69,10 @@ class World:
     def name(self) -> str:
         return f"probe-{next(self._numbers)}"
 
+    def project(self) -> str:
+        """One that nobody used before, on this service or by another client."""
+        return f"project-{uuid.uuid4().hex[:12]}"
+
     # -- clients -------------------------------------------------------------------------------------------------------
 
     def new_service(self, **named: Any) -> Any:
@@ -116,6 +105,10 @@ class World:
     def sampler(self) -> Any:
         return self.service.create_sampling_client(model_path=self.sampler_path)
 
+    def client(self, kind: str) -> Any:
+        clients = {"ServiceClient": "service", "TrainingClient": "training", "SamplingClient": "sampler"}
+        return getattr(self, {**clients, "RestClient": "rest", "AdminClient": "admin"}[kind])
+
     # -- what they made ------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -143,7 +136,7 @@ class World:
 
     @cached_property
     def next_loss(self) -> float:
-        """The loss one step on, with the moments of the steps before. Changes `state`'s run, not its checkpoint."""
+        """The loss one step on, with the moments of the steps before."""
         again = self.service.create_training_client_from_state_with_optimizer(self.state)
         self.step(again)
         return self.loss_of(again)
@@ -153,7 +146,8 @@ class World:
     def step(self, training: Any) -> None:
         passed = training.forward_backward(self.data, "cross_entropy")
         stepped = training.optim_step(self.T.AdamParams(learning_rate=1e-2))
-        done(passed), done(stepped)
+        done(passed)
+        done(stepped)
 
     def loss_of(self, training: Any) -> float:
         return self.total(done(training.forward(self.data, "cross_entropy")))
@@ -179,71 +173,3 @@ class World:
 
 def near(one: float, other: float, tolerance: float = 1e-3) -> bool:
     return abs(one - other) <= tolerance * max(1.0, abs(other))
-
-
-def public_methods(module: Any) -> list[str]:
-    """`Class.method` of every client; what a class inherits from the standard library is not ours to show."""
-    found = []
-    for name in CLASSES:
-        kind = getattr(module, name)
-        for method in dir(kind):
-            owner = next(place for place in kind.__mro__ if method in vars(place) or place is object)
-            is_own = owner.__module__.partition(".")[0] == module.__name__
-            if not method.startswith("_") and is_own and callable(vars(owner)[method]):
-                found.append(f"{name}.{method}")
-    return found
-
-
-def probe_of(method: str) -> Probe | None:
-    name = method.removesuffix(_TWIN)
-    return PROBES.get(name) or PROBES.get("*." + name.partition(".")[2])
-
-
-def run(world: World, method: str) -> str | None:
-    """What went wrong; None if nothing did."""
-    function = probe_of(method)
-    if function is None:
-        return "no probe: write one"
-    try:
-        function(world, Call(method.partition(".")[2]))
-    except Exception as problem:  # a probe reports its failure and the next one runs
-        return f"{type(problem).__name__}: {problem}"
-    return None
-
-
-def main(module_name: str, url: str, model: str) -> dict[str, Any]:
-    # Every probe's module registers itself; those of the command are for the official package alone.
-    for part in ("probe_service", "probe_training", "probe_rest", "probe_ours"):
-        importlib.import_module(f"tests.conformance.{part}")
-    warnings.simplefilter("ignore")  # deprecations: they are the subject
-    world = World(importlib.import_module(module_name), url, model)
-    outcomes = {method: run(world, method) for method in public_methods(world.T)}
-    found: dict[str, Any] = {"methods": outcomes}
-    from tests.conformance import probe_arguments, probe_cli, probe_ours
-
-    found["arguments"] = {name: _told(refused, world) for name, refused in probe_arguments.ARGUMENTS.items()}
-    if world.is_ours:
-        found["functions"] = {name: _told(function, world) for name, function in probe_ours.FUNCTIONS.items()}
-    else:
-        found["commands"] = probe_cli.run_all(world)
-    return found
-
-
-def _told(function: Callable[[World], object], world: World) -> str | None:
-    try:
-        function(world)
-    except Exception as problem:  # as in `run`
-        return f"{type(problem).__name__}: {problem}"
-    return None
-
-
-if __name__ == "__main__":
-    # A hang must not last: say where everybody stood, and end.
-    import faulthandler
-
-    faulthandler.dump_traceback_later(600, exit=True)
-    with contextlib.redirect_stdout(sys.stderr):
-        outcome = main(*sys.argv[1:4])
-    print(json.dumps(outcome), flush=True)
-    assert threading.current_thread() is threading.main_thread()
-    os._exit(0)  # clients' threads and goodbyes are not what is asked
