@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test test-full check format docs bench conformance compatibility golden cookbook clean
+.PHONY: help test test-full check format docs bench conformance compatibility golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,9 @@ format: $(READY)  ## mend formatting and what the linter can mend
 
 docs: $(READY)  ## write the generated pages anew
 	$(BIN)/python scripts/make_docs.py
+
+cookbook-runs: $(READY)  ## train with tinker-cookbook, official client and alias (five minutes, own environment)
+	$(BIN)/python -m pytest tests/cookbook -s
 
 cookbook: $(READY)  ## import every module of tinker-cookbook through the alias (ten minutes, own environment)
 	$(BIN)/python tests/as_tinker/cookbook_imports.py

@@ -190,7 +190,7 @@ def test_what_is_kept_is_there_the_next_time_and_a_server_that_ends_by_itself_is
 
 def test_a_failed_start_is_one_error_with_what_the_server_said(tmp_path: Path) -> None:
     before = set(Path(tempfile.gettempdir()).glob("tinkex-local-*"))
-    with pytest.raises(ConfigError, match=r"did not start.*\./no/such/model") as failed:
+    with pytest.raises(ConfigError, match=r"(?s)did not start.*\./no/such/model") as failed:
         tinkex.local("./no/such/model")
     assert "Traceback" not in str(failed.value)
     assert set(Path(tempfile.gettempdir()).glob("tinkex-local-*")) == before

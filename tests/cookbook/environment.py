@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from tests.as_tinker import cookbook_imports
 HERE = Path(__file__).parent
 PLACE = cookbook_imports.ENVIRONMENT
 CLIENTS = ("tinker 0.36.0", "tinkex")
+"""The official package, and ours under its name."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
 
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One record per step, as the cookbook logged it."""
+        """What the cookbook logged, a record per step."""
         return _lines(self.log_path / "metrics.jsonl")
 
     @property
@@ -63,8 +63,17 @@ def run(
         "WANDB_MODE": "disabled",
     }
     environ |= {"PYTHONPATH": str(PLACE / "official")} if client == CLIENTS[0] else {}
-    done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, timeout=seconds)
-    return Run(done.returncode, done.stdout + done.stderr, log_path)
+    done = subprocess.run(
+        words,
+        env=environ,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",  # a model without training says anything
+        timeout=seconds,
+    )
+    return Run(done.returncode, done.stdout, log_path)
 
 
 def lay_out_hub(url: str, model: str, home: Path) -> Path:

@@ -79,18 +79,18 @@ def datum(tokens: Sequence[int], **inputs: Any) -> Datum:
     return Datum(ModelInput.from_ints(list(tokens)), inputs)
 
 
-def plain_model(folder: str) -> Any:
+def plain_model(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     """The base model as any transformers user would load it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval()
 
 
 class Oracle:
     """A PEFT model that carries the same A and B as an adapter. One at a time: the next one takes the model over."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, dtype: torch.dtype = torch.float32) -> None:
         self.model = _peft_model(
-            adapter.model.info.folder, tuple(site.name for site in adapter.sites), adapter.spec.rank
+            adapter.model.info.folder, tuple(site.name for site in adapter.sites), adapter.spec.rank, dtype
         )
         self._leaves = dict(self.model.named_parameters())
         self._sites = [site.name for site in adapter.sites]
@@ -100,13 +100,9 @@ class Oracle:
                     leaf.copy_(value)
 
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
-        """Log-probabilities [T, V] of every next token.
-
-        The softmax alone is in float64: torch's fp32 log_softmax adds 50,000 numbers one after another, and through
-        the large common part of a real model's hidden states that rounding comes to 4e-4 of some gradients.
-        """
+        """Log-probabilities [T, V] of every next token."""
         logits: Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
-        return logits.double().log_softmax(-1).float()
+        return logits.double().log_softmax(-1).to(logits.dtype)
 
     def gradients(self, loss: Callable[[Oracle], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Of A and B at every site."""
@@ -125,11 +121,11 @@ class Oracle:
 
 
 @functools.lru_cache(maxsize=4)
-def _peft_model(folder: str, names: tuple[str, ...], rank: int) -> Any:
+def _peft_model(folder: str, names: tuple[str, ...], rank: int, dtype: torch.dtype) -> Any:
     config = LoraConfig(r=rank, lora_alpha=32, target_modules=list(names), task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the unembedding is tied: here it stays as it is
-        return get_peft_model(plain_model(folder), config).eval()
+        return get_peft_model(plain_model(folder, dtype), config).eval().to(dtype)
 
 
 def assert_gradients_equal(adapter: Adapter, expected: dict[str, tuple[Tensor, Tensor]], within: float = 1e-4) -> None:

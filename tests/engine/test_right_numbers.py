@@ -187,12 +187,15 @@ def check(model: Model, case: str, count: int = len(LENGTHS)) -> None:
         seen.append(float(total.detach()))
         return total
 
-    oracle = Oracle(adapter)
+    # In float64: PEFT's own fp32 gradients of a real model are up to 1.3e-4 from it (measured, ppo), ours 2.4e-5.
+    oracle = Oracle(adapter, torch.float64)
     assert_gradients_equal(adapter, oracle.gradients(loss), TOLERANCE)
     assert reply.head["metrics"]["loss:sum"] == pytest.approx(seen[0], rel=1e-5, abs=1e-4)
     with torch.no_grad():
         for output, example in zip(read_outputs(reply), data, strict=True):
-            torch.testing.assert_close(output["logprobs"].to_torch(), picked(oracle, example), atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(
+                output["logprobs"].to_torch(), picked(oracle, example).float(), atol=1e-4, rtol=0
+            )
 
 
 @pytest.mark.parametrize("case", CASES)

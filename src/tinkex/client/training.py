@@ -6,6 +6,7 @@ never idle. The `_async` names are one-line twins: `await client.optim_step_asyn
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -162,10 +163,12 @@ class TrainingClient(Handle):
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+        future = self.save_state(name, ttl_seconds, overwrite, user_metadata)
+        await asyncio.sleep(0)  # callers that save in a background task count on a turn of the loop here
+        return future
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
-        """Load weights only; the optimizer starts afresh."""
+        """Load weights only. The optimizer's state is not loaded; our own service leaves it as it is."""
         return self._load(path, optimizer=False, weights_access_token=weights_access_token)
 
     async def load_state_async(
@@ -207,7 +210,9 @@ class TrainingClient(Handle):
     async def save_weights_for_sampler_async(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+        future = self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+        await asyncio.sleep(0)  # as in save_state_async
+        return future
 
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
