@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY)  ## all tests that fit into a few minutes
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 test-full: $(READY)  ## the long ones too
 	$(BIN)/python -m pytest

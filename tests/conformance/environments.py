@@ -5,6 +5,7 @@ python -m tests.conformance.environments 0.36.0
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -17,11 +18,17 @@ RELEASES = ("0.4.1", "0.24.1", "0.25.0", "0.30.4", "0.36.0")
 
 def python_of(release: str) -> Path:
     """The interpreter of an environment that has this release; made if it is not there."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{release}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test processes side by side want the same one
+        return _made(release)
+
+
+def _made(release: str) -> Path:
     folder = CACHE / release
     python, ready = folder / "bin" / "python", folder / ".ready"
     if not ready.exists():
         print(f"making an environment with tinker {release}", file=sys.stderr, flush=True)
-        CACHE.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         packages = [f"tinker=={release}", "numpy"]
         # Old releases import torch whether it is needed or not.
