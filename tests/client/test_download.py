@@ -342,7 +342,9 @@ def test_an_archive_that_reaches_outside_its_folder_is_refused_whole(tmp_path: P
     assert [entry.name for entry in tmp_path.rglob("*")] == ["a.tar"]
 
 
-@pytest.mark.parametrize("content", [b"not a tar at all" * 100, b"", gzip.compress(b"x" * 5000)[:20]])
+@pytest.mark.parametrize(
+    "content", [b"not a tar at all" * 100, b"", gzip.compress(b"x" * 5000)[:20]], ids=["text", "empty", "cut short"]
+)
 def test_a_damaged_archive_says_what_to_do(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(TinkexError, match="download again"):
