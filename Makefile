@@ -47,8 +47,9 @@ conformance: $(READY)  ## every official client and ours through the whole flow,
 compatibility: $(READY)  ## call every method of the official client and write docs/compatibility.md anew
 	$(BIN)/python -m tests.conformance.methods --write
 
-bench: $(READY)  ## what our client costs beside the official ones (throw-away environments)
+bench: $(READY)  ## what our client costs beside the official ones, and how quick the service answers
 	$(BIN)/python benchmarks/client_cost.py
+	$(BIN)/python -m benchmarks.service_latency
 
 golden: $(READY)  ## record the official clients' requests anew
 	$(BIN)/python tests/golden/record.py

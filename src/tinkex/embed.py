@@ -250,7 +250,9 @@ class PrivateServer:
                 said_at, said = waited_s, line
         if not self._answer:
             self._ended.wait()
-            raise ConfigError(f"The private server did not start. It said: {self._said or 'nothing'}")
+            # The sentence that the command ends with, without the log before it.
+            reason = self._said.rpartition("\ntinkex: ")[2].removeprefix("tinkex: ")
+            raise ConfigError(f"The private server did not start. It said: {reason or 'nothing'}")
 
     def _tail(self) -> str:
         """The last lines that the server wrote."""

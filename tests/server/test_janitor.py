@@ -15,7 +15,7 @@ from tinkex.store.records import Operation, Sampler
 
 
 def tick(served: Served, free_bytes: int = 10**12) -> None:
-    served.run(Janitor(served.service, lambda folder: free_bytes).tick())
+    served.run(Janitor(served.service, lambda folder: free_bytes, started_at=0.0).tick())
 
 
 def age(served: Served, folder: Path, seconds: float) -> None:
@@ -117,6 +117,24 @@ def test_ephemeral_samplers_go_with_their_session_and_saved_ones_stay(served: Se
     served.clock.advance(601)
     tick(served)
     assert not (served.config.data_dir / str(other.folder)).exists()
+
+
+def test_silence_while_the_service_was_down_is_nobodys_silence(served: Served) -> None:
+    served.session("s")
+    served.training_run("s:train:0")
+    served.worker.held = ["s:train:0"]
+    sampler = ephemeral(served, "s:train:0")
+    served.clock.advance(3600)  # the service is down all the while, and no heartbeat reaches it
+    janitor = Janitor(served.service, lambda folder: 10**12)
+    served.run(janitor.tick())
+    served.clock.advance(599)
+    served.run(janitor.tick())
+    assert (served.config.data_dir / str(sampler.folder)).exists()
+    assert served.worker.evicted == []
+    served.clock.advance(2)
+    served.run(janitor.tick())
+    assert not (served.config.data_dir / str(sampler.folder)).exists()
+    assert served.worker.evicted == ["s:train:0"]
 
 
 def test_folders_that_no_row_names_go_after_an_hour_and_no_others(served: Served) -> None:

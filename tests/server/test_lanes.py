@@ -78,23 +78,50 @@ def test_a_refused_number_is_not_awaited() -> None:
     assert run_all(lane, 0.0) == [3]
 
 
-def test_a_restored_lane_goes_on_where_the_journal_stops() -> None:
-    def row(seq_id: int, state: str) -> Operation:
-        return Operation(
-            request_id=f"op-{seq_id}",
-            run_id=RUN.id,
-            tenant="t",
-            seq_id=seq_id,
-            kind="optim_step",
-            digest=f"d{seq_id}",
-            state=state,  # type: ignore[arg-type]
-        )
+def row(seq_id: int, state: str) -> Operation:
+    return Operation(
+        request_id=f"op-{seq_id}",
+        run_id=RUN.id,
+        tenant="t",
+        seq_id=seq_id,
+        kind="optim_step",
+        digest=f"d{seq_id}",
+        state=state,  # type: ignore[arg-type]
+    )
 
+
+def test_a_restored_lane_goes_on_where_the_journal_stops() -> None:
     states = ["done", "failed", "done", "queued", "refused", "queued"]
     lane = Lane.restored(RUN, [row(number, state) for number, state in enumerate(states)], 0.0)
     assert run_all(lane, 0.0) == [3, 5]
     assert lane.taken[2].digest == "d2"
     assert lane.next_number() == 6
+
+
+def test_a_number_that_was_refused_before_a_restart_makes_no_other_one_late() -> None:
+    lane = Lane.restored(RUN, [row(0, "done"), row(3, "refused")], 0.0)
+    for number in (1, 2):
+        assert not lane.is_late(number)
+        lane.add(pending(number), "d")
+    lane.add(pending(4), "d")
+    assert run_all(lane, 0.0) == [1, 2, 4]
+
+
+def test_what_came_too_late_before_a_restart_does_not_run_after_it() -> None:
+    lane = Lane.restored(RUN, [row(0, "done"), row(1, "queued"), row(2, "done"), row(3, "queued")], 0.0)
+    assert run_all(lane, 0.0) == [3]
+
+
+def test_a_lane_remembers_its_last_numbers_and_its_creation() -> None:
+    lane = Lane(RUN)
+    for number in range(100):
+        lane.add(pending(number), "d")
+    run_all(lane, 0.0)
+    lane.add(pending(100), "d")
+    lane.forget(10)
+    assert list(lane.taken) == [0, *range(91, 101)]
+    lane.forget(0)
+    assert list(lane.taken) == [0, 99, 100], "neither what ran last nor what waits is forgotten"
 
 
 def test_what_is_ahead_is_counted() -> None:

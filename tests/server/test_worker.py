@@ -276,6 +276,7 @@ async def test_a_name_that_is_taken_is_refused_unless_overwriting_is_allowed(tmp
         assert "exists already" in str((await save(2, False)).error)
         assert (await save(3, True)).error is None
         assert (await save(4, None)).error is None, "clients before 0.20 do not say, and expect it to work"
+        await idle(lane)
         saved = list((tmp_path / "checkpoints" / "s:train:0" / "weights").iterdir())
         assert len(saved) == 1, "replaced files are removed"
 

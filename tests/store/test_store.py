@@ -322,6 +322,16 @@ def test_expired_checkpoints_are_not_listed_and_found_by_who_removes_them(store:
     assert store.usage("nobody") == (0, 0)
 
 
+def test_one_that_was_saved_again_is_not_deleted_for_the_expiry_of_the_one_before_it(store: Store) -> None:
+    store.add_checkpoint(checkpoint("a", expires_at=50.0))
+    [expired] = store.expired_checkpoints(50.0)
+    store.add_checkpoint(checkpoint("a"))
+    assert store.delete_checkpoint(expired.path, expired_by=50.0) is None
+    assert store.get_checkpoint(expired.path) is not None
+    store.set_expiry(expired.path, 40.0)
+    assert store.delete_checkpoint(expired.path, expired_by=50.0) is not None
+
+
 def test_every_folder_in_use_is_known(started: Store) -> None:
     started.add_checkpoint(checkpoint("a"))
     started.add_sampler(sampler(folder="samplers/1"))

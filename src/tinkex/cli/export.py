@@ -165,11 +165,15 @@ def base_of(adapter: Path) -> str:
         except (OSError, ValueError, AttributeError):
             continue
         if isinstance(found, str) and found:
+            if Path(found).is_absolute() and not Path(found).is_dir():
+                raise ValidationError(f"The adapter's base model, {found}, is not here. Name it with --base-model.")
             return found
     raise ValidationError("The adapter does not say what its base model is. Name it with --base-model.")
 
 
 def _put(unfinished: Path, out: Path) -> None:
+    for file in unfinished.glob("*.safetensors"):  # written for their owner alone, whatever the umask
+        shutil.copymode(next(unfinished.glob("*config.json")), file)
     if out.is_dir():
         out.rmdir()  # it is empty
     unfinished.rename(out)

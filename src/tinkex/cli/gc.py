@@ -99,7 +99,7 @@ def _remove(store: Store, config: ServeConfig, found: list[Rubbish]) -> None:
 
     for entry in found:
         # The row first: a crash in between leaves a folder that nothing refers to, and the next run finds it.
-        if entry.path is None or store.delete_checkpoint(entry.path) is not None:
+        if entry.path is None or store.delete_checkpoint(entry.path, expired_by=REAL.wall()) is not None:
             folders.remove(config.data_dir, entry.folder)
     store.expire_results(REAL.wall() - config.result_ttl_s)
 

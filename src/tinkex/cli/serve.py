@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tinkex.cli import output
-from tinkex.cli.data import add_flags, config_of
+from tinkex.cli.data import add_flags, config_of, open_store
 
 if TYPE_CHECKING:
     import argparse
@@ -67,7 +67,9 @@ def serve(args: argparse.Namespace) -> int:
 
     def on_ready(url: str) -> None:
         fetching.finish()
-        announce(config, url, as_json=args.output == "json")
+        announce(
+            config, url, as_json=args.output == "json", needs_key=bool(config.api_keys) or _has_stored_keys(config)
+        )
 
     try:
         return run(config, on_ready=on_ready, progress=fetching.update)
@@ -80,7 +82,7 @@ def serve(args: argparse.Namespace) -> int:
             shutil.rmtree(args.private, ignore_errors=True)
 
 
-def announce(config: ServeConfig, url: str, *, as_json: bool) -> None:
+def announce(config: ServeConfig, url: str, *, as_json: bool, needs_key: bool) -> None:
     """Say that it is ready and how to use it. For programs: one line of JSON."""
     import os
 
@@ -91,8 +93,8 @@ def announce(config: ServeConfig, url: str, *, as_json: bool) -> None:
         print(json.dumps(ready), flush=True)
         return
     near = _reachable(url)
-    key = "tml-…" if config.api_keys else "tml-local"
-    about_key = "one of your keys" if config.api_keys else "any key that starts with tml- if you made none"
+    key = "tml-…" if needs_key else "tml-local"
+    about_key = "one of your keys" if needs_key else "any key that starts with tml-"
     print(
         f"""
 tinkex serves {", ".join(config.base_models)}
@@ -101,11 +103,17 @@ tinkex serves {", ".join(config.base_models)}
 
 Point a client at it:
   official  TINKER_BASE_URL={near} TINKER_API_KEY={key} python train.py    ({about_key})
-  tinkex    tinkex.ServiceClient(base_url="{near}"{', api_key="tml-…"' if config.api_keys else ""})
+  tinkex    tinkex.ServiceClient(base_url="{near}"{', api_key="tml-…"' if needs_key else ""})
+  openai    openai.OpenAI(base_url="{near}/v1", api_key="{key}")
 
 Ctrl-C stops it; what is queued goes on at the next start.""",
         flush=True,
     )
+
+
+def _has_stored_keys(config: ServeConfig) -> bool:
+    with open_store(config) as store:
+        return store.has_keys()
 
 
 def _reachable(url: str) -> str:

@@ -6,6 +6,7 @@ there is room for them. Weights are read from their folders when they are needed
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tinkex.engine.base import EngineFault, SampleSpec
-from tinkex.engine.checkpoint import read_weights
+from tinkex.engine.checkpoint import WEIGHTS, read_weights
 from tinkex.engine.decode import DecodeBatch, Event, Request, as_fault
 from tinkex.engine.lora import LoraWeights
 from tinkex.engine.model import Model
@@ -26,10 +27,15 @@ if TYPE_CHECKING:
 
 
 class BatchKey(NamedTuple):
-    """What requests must share to run in one batch: the model's first name and the folder of the weights."""
+    """What requests must share to run in one batch: the model's first name, the folder of the weights, and its files.
+
+    A folder may be deleted and written again: its name alone does not say what is in it.
+    """
 
     base: str
     weights: str | None
+    written: tuple[int, int] | None
+    """The number and time of the file with the weights; None if there is none."""
 
 
 class Sampler:
@@ -49,7 +55,7 @@ class Sampler:
         self._max_cache_tokens = max_cache_tokens
         self._adapters = AdapterCache(adapters_bytes)
         self._tokenizers: dict[str, Tokenizer] = {}
-        self._waiting: dict[int, Request] = {}
+        self._waiting: dict[int, tuple[BatchKey, Request]] = {}
         self._batches: OrderedDict[BatchKey, DecodeBatch] = OrderedDict()
 
     @property
@@ -70,7 +76,8 @@ class Sampler:
         most = max(spec.max_tokens, 0)
         if model.info.max_context_length > 0:
             most = min(most, max(model.info.max_context_length - len(spec.prompt), 0))
-        self._waiting[number] = Request(number, spec, most, self._stops(spec, model), PromptScores(spec))
+        request = Request(number, spec, most, self._stops(spec, model), PromptScores(spec))
+        self._waiting[number] = self._adapters.key_of(spec, model), request
 
     def cancel(self, number: int) -> None:
         """Forget a request at once, wherever it is. Nothing more is said about it."""
@@ -99,9 +106,8 @@ class Sampler:
         """Let requests into their batches, in the order in which they came, as long as there is room."""
         events: list[Event] = []
         full: set[BatchKey] = set()
-        for request in list(self._waiting.values()):
-            model = self._models[request.spec.base]
-            key = BatchKey(model.info.name, request.spec.weights)
+        for key, request in list(self._waiting.values()):
+            model = self._models[key.base]
             if key in full:
                 continue
             if key in self._batches and self._batches[key].load[0] >= self._max_rows:
@@ -156,6 +162,17 @@ class AdapterCache:
     @property
     def nbytes(self) -> int:
         return sum(size for _, size in self._kept.values())
+
+    def key_of(self, spec: SampleSpec, model: Model) -> BatchKey:
+        """What a request needs. Weights that were read stay usable when their folder is gone."""
+        key = BatchKey(model.info.name, spec.weights, None)
+        if spec.weights is None:
+            return key
+        try:
+            found = os.stat(os.path.join(spec.weights, WEIGHTS))
+        except OSError:
+            return next((kept for kept in reversed(self._kept) if kept[:2] == key[:2]), key)
+        return key._replace(written=(found.st_ino, found.st_mtime_ns))
 
     def has_room(self, used: Collection[BatchKey]) -> bool:
         """False if those in use fill it."""

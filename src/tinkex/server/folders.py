@@ -12,6 +12,9 @@ from tinkex.errors import TinkexError
 
 logger = logging.getLogger("tinkex.server")
 
+EPHEMERAL = "ephemeral"
+"""checkpoints/{run}/ephemeral/{number}: the weights of samplers without a name."""
+
 
 def inside(data_dir: Path, folder: str) -> Path:
     """The absolute path of a folder that a row names. Raises if it would lie elsewhere."""

@@ -66,7 +66,7 @@ class Intake:
                 request_id = self._again(run.id, 0, known.taken[0], creation.digest)
             else:
                 await self._db(self._store.add_run, run, creation, b"")
-                await self._worker.adopt(run, creation)
+                await self._worker.adopt(run.id)
                 request_id = creation.request_id
             arriving.set_result(request_id)
             return request_id
@@ -89,6 +89,8 @@ class Intake:
         """Into the journal, then into the lane. Returns the request id."""
         options = options or {}
         number = check_seq(seq_id, lane)
+        while seq_id is None and (lane.run.id, number) in self._arriving:
+            number += 1  # two that count nothing themselves are two operations
         digest = digest_of(kind, command, options)
         key = (lane.run.id, number)
         if (arriving := self._arriving.get(key)) is not None:
@@ -125,15 +127,11 @@ class Intake:
             await self._db(self._store.add_operation, row, command)
         except Duplicate as problem:  # an earlier attempt stands although its confirmation was lost
             row = replace(row, request_id=self._again(row.run_id, number, _taken(problem.existing), digest))
+            if problem.existing.state != "queued":
+                return row.request_id  # it ended long ago: the lane has forgotten its number
         if lane.is_late(number):
             lane.taken[number] = Taken(row.request_id, digest)
-            await self._worker.fail(
-                row.request_id,
-                row.tenant,
-                f"Operation {number} of model {lane.run.id} arrived after operation {lane.ran} had run. "
-                "Operations run in the order of their seq_id; send this one again under a new number.",
-                "user",
-            )
+            await self._worker.fail(row.request_id, row.tenant, lane.why_late(number), "user")
             return row.request_id
         pending = Pending(
             request_id=row.request_id,
@@ -147,14 +145,14 @@ class Intake:
             command=command if len(command) <= KEPT_COMMAND_BYTES else None,
         )
         lane.add(pending, digest)
-        self._worker.enqueue(lane, pending)
+        self._worker.enqueue(pending)
         return row.request_id
 
     async def refuse(self, lane: Lane, seq_id: object, kind: str, problem: Refused) -> None:
         """Note a number that came in with content that cannot run: the run does not wait for it."""
         if not isinstance(seq_id, int) or isinstance(seq_id, bool) or not 0 < seq_id <= MAX_SEQ:
             return
-        if seq_id in lane.taken or lane.is_late(seq_id):
+        if seq_id in lane.taken or lane.is_late(seq_id) or (lane.run.id, seq_id) in self._arriving:
             return
         now = self._clock.wall()
         row = Operation(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -26,19 +27,21 @@ RUBBISH_AGE_S = 3600.0
 LEAST_FREE_BYTES = 200_000_000
 ROOTS = ("checkpoints", "journal/snapshots", INCOMING)
 """Where folders lie that rows name, and uploads. Everything else in the data folder is left alone."""
-EPHEMERAL = "ephemeral"
-"""checkpoints/{run}/ephemeral/{number}: where `perform` puts the weights of samplers without a name."""
 DISK = "disk"
 """The cause under which the worker is paused."""
 
 
 class Janitor:
-    """`free_bytes` says how much room a folder's disk has."""
+    """`free_bytes` says how much room a folder's disk has; `started_at` since when clients can be heard."""
 
     def __init__(
-        self, service: Service, free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+        self,
+        service: Service,
+        free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+        started_at: float | None = None,
     ) -> None:
         self._service, self._free_bytes = service, free_bytes
+        self._started_at = service.clock.wall() if started_at is None else started_at
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -63,8 +66,9 @@ class Janitor:
 
     async def _expire_checkpoints(self) -> None:
         service = self._service
-        for saved in await service.db(service.store.expired_checkpoints, service.clock.wall()):
-            gone = await service.db(service.store.delete_checkpoint, saved.path)
+        now = service.clock.wall()
+        for saved in await service.db(service.store.expired_checkpoints, now):
+            gone = await service.db(lambda path: service.store.delete_checkpoint(path, expired_by=now), saved.path)
             if gone is not None:
                 await asyncio.to_thread(folders.remove, service.config.data_dir, gone.folder)
                 logger.info("%s expired", saved.path)
@@ -76,14 +80,19 @@ class Janitor:
     async def _evict_idle_runs(self) -> None:
         """Adapters of sessions that ended or fell silent leave the engine; they come back when they are used."""
         service = self._service
-        since = service.clock.wall() - service.config.idle_session_s
+        since = self._silent_since()
         for run_id in service.worker.resident():
             if await service.db(_is_idle, service.store, run_id, since) and await service.worker.evict(run_id):
                 logger.info("%s is idle and left the engine", run_id)
 
+    def _silent_since(self) -> float:
+        """Who was not heard of since then is gone. While the service was down, nobody could be heard."""
+        since = self._service.clock.wall() - self._service.config.idle_session_s
+        return since if since >= self._started_at else -math.inf
+
     async def _remove_ephemeral_samplers(self) -> None:
         service = self._service
-        since = service.clock.wall() - service.config.idle_session_s
+        since = self._silent_since()
         for sampler in await service.db(_left_behind, service.store, since):
             await service.db(service.store.delete_sampler, sampler.id)
             if sampler.folder is not None:
@@ -126,7 +135,8 @@ def _is_idle(store: Store, run_id: str, since: float) -> bool:
 
 def _left_behind(store: Store, since: float) -> list[Sampler]:
     """Ephemeral samplers whose session is over. Sessions are found by the folders that samplers still have."""
-    runs = {parts[1] for folder in store.all_folders() if len(parts := folder.split("/")) > 3 and parts[2] == EPHEMERAL}
+    places = [folder.split("/") for folder in store.all_folders()]
+    runs = {parts[1] for parts in places if len(parts) > 3 and parts[2] == folders.EPHEMERAL}
     sessions = {run.session_id for run_id in runs if (run := store.get_run(run_id)) is not None}
     return [
         sampler

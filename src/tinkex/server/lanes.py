@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from tinkex.store.records import Operation, Run
 
+MOST_TAKEN = 10_000
+"""Numbers of a run that are remembered here; the journal knows older ones."""
+
 
 @dataclass(slots=True)
 class Pending:
@@ -56,15 +59,14 @@ class Lane:
     def restored(cls, run: Run, operations: list[Operation], now: float) -> Lane:
         """From the journal, after a restart."""
         lane = cls(run)
+        # A refused number has not run: those before it may still come.
+        lane.ran = max((row.seq_id for row in operations if row.state in ("done", "failed")), default=-1)
         for row in operations:
             lane.taken[row.seq_id] = Taken(row.request_id, row.digest, row.state == "refused")
-            if row.state == "queued":
+            # A crash may leave one queued that came too late and was about to be told so: see `Worker`.
+            if row.state == "queued" and not lane.is_late(row.seq_id):
                 lane.waiting[row.seq_id] = pending_of(row, now)
-            else:
-                lane.ran = max(lane.ran, row.seq_id)
-        # What is queued below a number that ran cannot be: the worker runs in order. Numbers refused above it can.
-        if lane.waiting:
-            lane.ran = min(lane.ran, min(lane.waiting) - 1)
+        lane.forget(MOST_TAKEN)
         return lane
 
     def add(self, pending: Pending, digest: str) -> None:
@@ -78,6 +80,12 @@ class Lane:
     def is_late(self, seq_id: int) -> bool:
         """Whether a higher number ran already."""
         return seq_id <= self.ran
+
+    def why_late(self, seq_id: int) -> str:
+        return (
+            f"Operation {seq_id} of model {self.run.id} arrived after operation {self.ran} had run. "
+            "Operations run in the order of their seq_id; send this one again under a new number."
+        )
 
     def head(self, now: float, gap_s: float) -> tuple[Pending | None, float | None]:
         """What may run now, and if nothing may: when to look again."""
@@ -103,9 +111,18 @@ class Lane:
         self.running = self.waiting.pop(pending.seq_id)
         pending.started = now
         self.ran = max(self.ran, pending.seq_id)
+        self.forget(MOST_TAKEN)
 
     def done(self) -> None:
         self.running = None
+
+    def forget(self, most: int) -> None:
+        """Remember the last `most` numbers that ran, and the creation: an older one is found in the journal."""
+        while len(self.taken) > most + 1:
+            oldest = next((number for number in self.taken if number), self.ran)
+            if oldest >= self.ran:
+                return
+            del self.taken[oldest]
 
     def next_number(self) -> int:
         """For callers that count nothing themselves."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 import orjson
 
 from tinkex.clock import Clock
 from tinkex.engine import frames
-from tinkex.engine.base import Engine, EngineFault
+from tinkex.engine.base import Engine, EngineDied, EngineFault
 from tinkex.engine.commands import read_outputs
 from tinkex.engine.frames import Frame
+from tinkex.server import folders
 from tinkex.server.db import Db
 from tinkex.server.lanes import Lane, Pending
 from tinkex.server.residency import Residency
@@ -95,11 +94,8 @@ class Perform:
                     f"{path} exists already. Choose another name, or pass overwrite=True to replace it.", "user"
                 )
         # Never written in place: whoever reads the former folder goes on reading it.
-        leaf = f"{options['sampling_session_seq_id']}" if is_ephemeral else name
-        folder = f"checkpoints/{run.id}/{'ephemeral' if is_ephemeral else kind}/{leaf}"
-        if (self._data_dir / folder).exists():
-            folder = f"{folder}.{uuid4().hex[:8]}"
-        (self._data_dir / folder).parent.mkdir(parents=True, exist_ok=True)
+        leaf = str(options["sampling_session_seq_id"] if is_ephemeral else name)
+        folder = folders.new_folder(self._data_dir, run.id, folders.EPHEMERAL if is_ephemeral else kind, leaf)
         command = {"op": "save", "adapter": run.id, "folder": str(self._data_dir / folder)}
         reply = await self._engine.run(Frame({**command, "with_optimizer": kind == "weights"}))
         now = self._clock.wall()
@@ -160,12 +156,19 @@ class Perform:
         command = {"op": "load", "adapter": run.id, "folder": folder, "with_optimizer": with_optimizer}
         await self._engine.run(Frame(command))
         # The source may be deleted or replaced before a crash: the journal alone could not bring this state back.
-        await self._residency.snapshot(lane, pending.seq_id)
+        try:
+            await self._residency.snapshot(lane, pending.seq_id)
+        except EngineDied:
+            raise
+        except Exception:
+            # It failed, so the run has to be as it was: what the engine now holds is not.
+            await self._residency.drop(run.id)
+            raise
         return _json({"type": "load_weights", "path": path, "model_id": run.id})
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """The files of a checkpoint that no row names any more."""
-        shutil.rmtree(self._data_dir / checkpoint.folder, ignore_errors=True)
+        folders.remove(self._data_dir, checkpoint.folder)
 
 
 def _json(answer: dict[str, Any], engine_s: float = 0.0) -> Done:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 V = TypeVar("V", bound=Value)
 
+IN_THREAD_BYTES = 256 << 10
+"""What is larger is decoded in a thread, so that other requests need not wait for it."""
 MOST_JSON_BYTES = 64 << 20
 """Of every call but training passes. Reading JSON holds up the whole service: this much takes it some 0.3 s."""
 

@@ -5,6 +5,7 @@ Replaying runs the very frames that ran before, in their order, on the same numb
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 from pathlib import Path
@@ -92,7 +93,7 @@ class Residency:
         await self._engine.run(Frame({"op": "snapshot", "adapter": run_id, "folder": str(self._data_dir / folder)}))
         former = await self._db(self._store.set_snapshot, run_id, folder, seq_id)
         if former is not None:
-            shutil.rmtree(self._data_dir / former, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._data_dir / former, ignore_errors=True)
         lane.engine_s, lane.is_changed = 0.0, False
 
     async def drop(self, run_id: str) -> None:

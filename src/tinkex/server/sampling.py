@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 from uuid import uuid4
@@ -34,6 +35,10 @@ PREFIX = "sample-"
 """How a sample's request id begins: an unknown one was lost with a restart, which is 410 and not 404."""
 KEPT_S = 900.0
 KEPT_BYTES = 256 << 20
+NUMBER_BYTES = 32
+PAIR_BYTES = 128
+MOST_SAMPLERS = 1000
+"""Samplers whose finished requests are known by number; those that finished something last."""
 MOST_DEATHS = 3
 CHECKED_S = 1.0
 """How long a sampler is trusted to still have its weights."""
@@ -48,7 +53,7 @@ class Target:
     model_path: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """A request on its way through the queue to the engine."""
 
@@ -56,7 +61,7 @@ class Job:
     target: Target
     spec: SampleSpec
     sink: Callable[[SampleEvent | Exception], None]
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[int | None] | None = None
     is_cancelled: bool = False
 
     @property
@@ -89,17 +94,23 @@ class Sample:
 
     @property
     def size_bytes(self) -> int:
-        if self.result is None:
-            return 100
-        sampled = sum(len(row.tokens) * (8 + 12 * len((row.topk or [[]])[0:1])) for row in self.result.sequences)
-        return 100 + sampled + 16 * self.result.prompt_tokens
+        """What it takes in memory, roughly: Python's own numbers and tuples, not theirs on the wire."""
+        size = 2000 + NUMBER_BYTES * len(self.job.spec.prompt)
+        if (found := self.result) is None:
+            return size
+        numbers = sum(2 * len(row.tokens) for row in found.sequences) + len(found.prompt_logprobs or ())
+        numbers += sum(len(row) for row in found.targets or ())
+        ranked = [*(row.topk or () for row in found.sequences), found.topk_prompt or (), found.alternatives or ()]
+        pairs = sum(len(place or ()) for places in ranked for place in places)
+        return size + NUMBER_BYTES * numbers + PAIR_BYTES * pairs
 
 
 class Completions:
     """What finished of one sampler, in order, for clients that ask for many results at once."""
 
-    def __init__(self) -> None:
-        self.first = 0
+    def __init__(self, first: int) -> None:
+        self.first = first
+        """The cursor of the first one that is remembered."""
         self.ids: deque[tuple[str, Literal["finished", "failed"]]] = deque()
         self.waiters: set[asyncio.Future[None]] = set()
 
@@ -139,12 +150,12 @@ class Sampling:
         self._queued_rows = 0
         self._held: dict[str, int] = {}
         """Both, by tenant."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[int | None]] = set()
         self._samples: OrderedDict[str, Sample] = OrderedDict()
         self._by_key: dict[object, Sample] = {}
         self._keys: dict[str, object] = {}
         self._kept_bytes = 0
-        self._completions: dict[str, Completions] = {}
+        self._completions: OrderedDict[str, Completions] = OrderedDict()
         self._checked: dict[str, tuple[float, Sampler, Target]] = {}
 
     # ── What to sample from
@@ -231,7 +242,7 @@ class Sampling:
         self, sampler_id: str, cursor: int, seconds: float
     ) -> tuple[list[tuple[str, Literal["finished", "failed"]]], int]:
         """What finished since the cursor, waiting for something if nothing did."""
-        done = self._completions.setdefault(sampler_id, Completions())
+        done = self._completions_of(sampler_id)
         if cursor > done.first + len(done.ids) or cursor < 0:
             cursor = done.first  # a cursor of an earlier life: begin anew, the client knows what it has
         if cursor >= done.first + len(done.ids):
@@ -257,10 +268,21 @@ class Sampling:
         sample.finished = self._clock.now()
         wake(sample.waiters)
         if sample.sampler_id:
-            done = self._completions.setdefault(sample.sampler_id, Completions())
-            done.add(sample.id, "finished" if sample.error is None else "failed")
+            self._completions_of(sample.sampler_id).add(sample.id, "finished" if sample.error is None else "failed")
         self._kept_bytes += sample.size_bytes
         self._forget()
+
+    def _completions_of(self, sampler_id: str) -> Completions:
+        if sampler_id not in self._completions:
+            # Cursors grow with the time of day: one from before a restart, or before this was forgotten, is below all.
+            self._completions[sampler_id] = Completions(int(self._clock.wall() * 1e6))
+        self._completions.move_to_end(sampler_id)
+        while len(self._completions) > MOST_SAMPLERS:
+            oldest = next(iter(self._completions))
+            if self._completions[oldest].waiters:
+                break
+            del self._completions[oldest]
+        return self._completions[sampler_id]
 
     def _forget(self) -> None:
         """Drop results that nobody came for, oldest first, when they are old or too many."""
@@ -338,32 +360,34 @@ class Sampling:
             job = queue.popleft()
             if not queue:
                 del self._queues[tenant]
-            if job.is_cancelled:
-                continue
             self._queued_rows -= job.spec.num_samples
             self._shares.charge(tenant, job.cost_tokens)
             self._rows += job.spec.num_samples
             job.task = asyncio.create_task(self._sample(job))
             self._tasks.add(job.task)
-            job.task.add_done_callback(self._tasks.discard)
+            job.task.add_done_callback(partial(self._ended, job))
 
-    async def _sample(self, job: Job) -> None:
-        outcome, sampled = "failed", 0
+    def _ended(self, job: Job, task: asyncio.Task[int | None]) -> None:
+        """Not at the end of the task itself: one that is cancelled before its first step never comes to its end."""
+        self._tasks.discard(task)
+        self._rows -= job.spec.num_samples
+        self._release(job)
+        sampled = None if task.cancelled() else task.result()
+        outcome = "cancelled" if task.cancelled() else "failed" if sampled is None else "done"
+        self._metrics.sample(outcome, len(job.spec.prompt), sampled or 0, job.target.info.name)
+        self._pump()
+
+    async def _sample(self, job: Job) -> int | None:
+        """How many tokens were drawn; None if it failed."""
         try:
             result = await self._attempt(job)
-            outcome, sampled = "done", sum(len(row.tokens) for row in result.sequences)
-            job.sink(result)
-        except asyncio.CancelledError:
-            outcome = "cancelled"
         except Exception as problem:
             if not isinstance(problem, (EngineFault, EngineDied)):
                 logger.error("a sample failed", exc_info=problem)
             job.sink(problem)
-        finally:
-            self._rows -= job.spec.num_samples
-            self._release(job)
-            self._metrics.sample(outcome, len(job.spec.prompt), sampled, job.target.info.name)
-            self._pump()
+            return None
+        job.sink(result)
+        return sum(len(row.tokens) for row in result.sequences)
 
     async def _attempt(self, job: Job) -> Sampled:
         deaths, said = 0, False
@@ -388,7 +412,10 @@ class Sampling:
         job.is_cancelled = True
         if job.task is not None:
             job.task.cancel()
-        elif job in self._queues.get(job.tenant, ()):
+        elif job in (queue := self._queues.get(job.tenant, deque())):
+            queue.remove(job)
+            if not queue:
+                del self._queues[job.tenant]
             self._queued_rows -= job.spec.num_samples
             self._release(job)
 

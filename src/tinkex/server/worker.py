@@ -25,7 +25,6 @@ from tinkex.server.residency import REPLAYED, Residency
 from tinkex.server.waiters import Outcome, Waiters
 from tinkex.settings import ServeConfig
 from tinkex.store.errors import DiskFull, Unavailable
-from tinkex.store.records import Operation, Run
 from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
@@ -59,6 +58,8 @@ class Worker:
         """Runs whose lane has something waiting."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._shares = Shares()
+        self._suspects = asyncio.Lock()
+        """Held by an operation under which the engine died, while it is tried again."""
         self._wake = asyncio.Event()
         self._paused: dict[str, str] = {}
         self._is_draining = False
@@ -111,6 +112,9 @@ class Worker:
             lane = self._lanes[run_id] = Lane.restored(run, rows, self._clock.now())
             for pending in lane.waiting.values():
                 self._note(pending)
+            for row in rows:
+                if row.state == "queued" and row.seq_id not in lane.waiting:
+                    await self.fail(row.request_id, row.tenant, lane.why_late(row.seq_id), "user")
         return self._lanes[run_id]
 
     async def resume(self) -> int:
@@ -122,12 +126,12 @@ class Worker:
 
     # ── What comes in
 
-    async def adopt(self, run: Run, creation: Operation) -> None:
+    async def adopt(self, run_id: str) -> None:
         """A run that was just created."""
-        await self.lane(run.id)
+        await self.lane(run_id)
         self.wake()
 
-    def enqueue(self, lane: Lane, pending: Pending) -> None:
+    def enqueue(self, pending: Pending) -> None:
         self._note(pending)
         self.wake()
 
@@ -139,7 +143,7 @@ class Worker:
         self._wake.set()
 
     def pause(self, cause: str, reason: str) -> None:
-        """Start nothing new until `resume_after(cause)`; waiters are told the reason."""
+        """Start nothing new until `unpause(cause)`; waiters are told the reason."""
         if cause not in self._paused:
             logger.warning("training is paused: %s", reason)
         self._paused[cause] = reason
@@ -224,41 +228,46 @@ class Worker:
         self._metrics.operation(pending.kind, outcome, queue_s, seconds, pending.cost_tokens, lane.run.base_model)
 
     async def _attempt(self, lane: Lane, pending: Pending) -> Done:
-        """Have it done by an engine that lives; rebuild the adapter first if it is not there."""
+        """Have it done by an engine that lives; rebuild the adapter first if it is not there.
+
+        Several operations share a death, and only one of them was its cause. They are tried again one by one, so that
+        the guilty one uses up its own chances and nobody else's.
+        """
         rebuilds = 0
         while True:
-            generation = self._engine.state.generation
-            try:
-                await self._residency.ensure(lane)
-            except EngineFault:
-                if self._engine.state.generation == generation:
-                    raise
-                continue  # it died in between, and its successor knows nothing of what we told the other
-            except EngineDied as problem:
-                self._residency.lose()
-                rebuilds += 1  # not this operation's doing: what is replayed has run before
-                if rebuilds >= MOST_REBUILDS:
-                    raise EngineFault(
-                        f"The engine died {rebuilds} times while it read the run ({problem}).", "server"
-                    ) from None
-                continue
-            try:
-                done = await self._perform(lane, pending)
-                break
-            except EngineFault:
-                if self._residency.holds(lane.run.id):
-                    raise
-                continue
-            except EngineDied as problem:
-                self._residency.lose()
-                pending.engine_deaths += 1
-                if pending.engine_deaths >= MOST_DEATHS:
-                    raise EngineFault(
-                        f"The engine died {pending.engine_deaths} times while it ran this operation ({problem}), so it "
-                        "is given up; the run goes on without it. Too little memory? Try smaller batches.",
-                        "server",
-                    ) from None
-                logger.warning("the engine died under %s; it runs again", pending.request_id)
+            alone = self._suspects if rebuilds or pending.engine_deaths else contextlib.nullcontext()
+            async with alone:
+                generation = self._engine.state.generation
+                try:
+                    await self._residency.ensure(lane)
+                except EngineFault:
+                    if self._engine.state.generation == generation:
+                        raise
+                    continue  # it died in between, and its successor knows nothing of what we told the other
+                except EngineDied as problem:
+                    self._residency.lose()
+                    rebuilds += 1  # not this operation's doing: what is replayed has run before
+                    if rebuilds >= MOST_REBUILDS:
+                        raise EngineFault(
+                            f"The engine died {rebuilds} times while it read the run ({problem}).", "server"
+                        ) from None
+                    continue
+                try:
+                    done = await self._perform(lane, pending)
+                    break
+                except EngineFault:
+                    if self._residency.holds(lane.run.id):
+                        raise
+                except EngineDied as problem:
+                    self._residency.lose()
+                    pending.engine_deaths += 1
+                    if pending.engine_deaths >= MOST_DEATHS:
+                        raise EngineFault(
+                            f"The engine died {pending.engine_deaths} times while it ran this operation ({problem}), "
+                            "so it is given up; the run goes on without it. Too little memory? Try smaller batches.",
+                            "server",
+                        ) from None
+                    logger.warning("the engine died under %s; it runs again", pending.request_id)
         pending.command = None
         return done
 
@@ -278,7 +287,7 @@ class Worker:
             )
         self._waiters.settle(pending.request_id, Outcome(pending.tenant, done.content, done.content_type))
         if replaced is not None:
-            self._perform.remove(replaced)
+            await asyncio.to_thread(self._perform.remove, replaced)
 
     async def _after(self, lane: Lane, pending: Pending, done: Done) -> None:
         """What follows a result and cannot undo it: a snapshot that fails leaves the journal, which has it all."""
@@ -291,7 +300,7 @@ class Worker:
                 lane.engine_s += done.engine_s
                 if lane.engine_s > self._config.snapshot_every_s:
                     await self._residency.snapshot(lane, pending.seq_id)
-        except (EngineDied, EngineFault, OSError) as problem:
+        except (TinkexError, OSError) as problem:
             logger.warning("after %s of %s: %s", pending.kind, lane.run.id, problem)
 
     async def _kept(self, write: Callable[[], Awaitable[None]]) -> None:
@@ -325,11 +334,13 @@ class Worker:
             if lane.is_changed:
                 await self._residency.snapshot(lane, lane.ran)
             await self._residency.drop(run_id)
-        except (EngineDied, EngineFault) as problem:
+        except (TinkexError, OSError) as problem:
             logger.warning("could not evict %s: %s", run_id, problem)
+            return False
         finally:
             lane.done()
             self.wake()
+        lane.forget(0)
         return True
 
     async def drain(self, seconds: float) -> None:

@@ -39,10 +39,13 @@ class Checkpoints(Database):
             total = connection.scalar(select(func.count()).select_from(checkpoints).where(*conditions))
         return as_records(Checkpoint, rows), int(total or 0)
 
-    def delete_checkpoint(self, path: str) -> Checkpoint | None:
-        """Forget it; what it was is returned, so that its folder can go."""
+    def delete_checkpoint(self, path: str, *, expired_by: float | None = None) -> Checkpoint | None:
+        """Forget it; what it was is returned, so that its folder can go.
+
+        With `expired_by`, only if it has expired by then: one of its name may have been saved since it was looked up.
+        """
         with self._write() as connection:
-            return _take(connection, path)
+            return _take(connection, path, expired_by)
 
     def set_public(self, path: str, is_public: bool) -> None:
         self._set_checkpoint(path, is_public=is_public)
@@ -87,6 +90,9 @@ def put_checkpoint(connection: Connection, checkpoint: Checkpoint) -> Checkpoint
     return former
 
 
-def _take(connection: Connection, path: str) -> Checkpoint | None:
-    row = connection.execute(delete(checkpoints).where(checkpoints.c.path == path).returning(checkpoints)).first()
+def _take(connection: Connection, path: str, expired_by: float | None = None) -> Checkpoint | None:
+    gone = delete(checkpoints).where(checkpoints.c.path == path)
+    if expired_by is not None:
+        gone = gone.where(checkpoints.c.expires_at <= expired_by)
+    row = connection.execute(gone.returning(checkpoints)).first()
     return None if row is None else as_record(Checkpoint, row)

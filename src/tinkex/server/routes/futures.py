@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.faults import Refused, answer, bad, not_found
-from tinkex.server.requests import body_of, service_of, tenant_of
+from tinkex.server.requests import IN_THREAD_BYTES, body_of, service_of, tenant_of
 from tinkex.server.sample_spec import response_of
 from tinkex.server.sampling import PREFIX, Sample
 from tinkex.server.service import Service
 from tinkex.server.waiters import Outcome
+from tinkex.store.records import Operation
 from tinkex.types.base import Value
 from tinkex.wire import json_codec, proto_codec
 from tinkex.wire.body import PROTOBUF
 from tinkex.wire.dialect import Dialect
 
+STOPPING_S = 1.0
 METADATA_OVER_BYTES = 1 << 20
 """From this size on a client that can is told the size first, so that it can make room."""
 
@@ -38,36 +41,42 @@ async def retrieve_future(request: Request) -> Response:
         if outcome is None and service.worker.pending(request_id) is not None:
             return _not_yet(*service.worker.queue_of(pending))
     if outcome is None:
-        outcome = await _stored(service, request_id)
-    if outcome is None or outcome.tenant != tenant:
+        row = await service.db(service.store.get_operation, request_id)
+        if row is None or row.tenant != tenant or row.state == "refused":
+            raise not_found("request", request_id)
+        if row.state == "queued":
+            # The service is about to stop: it runs after the next start. Not at once, or the client asks as fast.
+            await service.waiters.wait(request_id, STOPPING_S)
+            return _not_yet("active", "it waits in the journal")
+        outcome = await _stored(service, row)
+    if outcome.tenant != tenant:
         raise not_found("request", request_id)
     if outcome.error is not None:
         return _failed(outcome.error, outcome.category)
-    return _training_result(outcome, wants_protobuf, may_be_metadata)
+    return await _training_result(outcome, wants_protobuf, may_be_metadata)
 
 
-async def _stored(service: Service, request_id: str) -> Outcome | None:
-    row = await service.db(service.store.get_operation, request_id)
-    if row is None or row.state == "refused":
-        return None
+async def _stored(service: Service, row: Operation) -> Outcome:
+    """How an operation ended, from the journal."""
     if row.state == "failed":
         return Outcome(row.tenant, error=row.error or "The operation failed.", category=row.category or "server")
-    if row.state == "queued":
-        return None
-    content = await service.db(service.store.result, request_id)
+    content = await service.db(service.store.result, row.request_id)
     if content is None or row.result_type is None:
-        raise Refused(410, f"The result of {request_id} was kept for a day and is gone.", "result_expired")
+        raise Refused(410, f"The result of {row.request_id} was kept for a day and is gone.", "result_expired")
     return Outcome(row.tenant, content, row.result_type)
 
 
-def _training_result(outcome: Outcome, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+async def _training_result(outcome: Outcome, wants_protobuf: bool, may_be_metadata: bool) -> Response:
     if outcome.content_type == "json":
         return Response(outcome.content, media_type="application/json")
     if may_be_metadata and len(outcome.content) > METADATA_OVER_BYTES:
         return _metadata(len(outcome.content))
     if wants_protobuf:
         return Response(outcome.content, media_type=PROTOBUF)
-    return _as_json(proto_codec.decode_forward_backward_output(outcome.content))
+    if len(outcome.content) <= IN_THREAD_BYTES:
+        return _as_json(proto_codec.decode_forward_backward_output(outcome.content))
+    output = await asyncio.to_thread(proto_codec.decode_forward_backward_output, outcome.content)
+    return await asyncio.to_thread(_as_json, output)
 
 
 async def _sample(

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tinkex.engine.base import EngineFault, Sampled, SampleEvent, SampleSpec
-from tinkex.server.faults import Refused, answer, as_response, bad
+from tinkex.server.faults import Refused, answer, bad
 from tinkex.server.owned import own_session, text_in
 from tinkex.server.requests import (
     MOST_JSON_BYTES,
@@ -33,6 +33,8 @@ from tinkex.types.sampling import SampleRequest
 from tinkex.wire import json_codec, sse
 from tinkex.wire.dialect import Dialect
 
+FIRST_EVENT_S = 0.5
+"""A stream waits so long for a refusal: after its headers are sent, a status can no longer be."""
 COMMENT_EVERY_S = 15.0
 
 
@@ -52,7 +54,13 @@ async def create_sampling_session(request: Request) -> Response:
         created_at=service.clock.wall(),
         model_path=path,
     )
-    await service.db(service.store.add_sampler, sampler)
+    standing = await service.db(service.store.add_sampler, sampler)
+    if (standing.base_model, standing.model_path, standing.folder) != (sampler.base_model, path, None):
+        raise bad(
+            f"Sampling session {sampler.id} exists already and samples from something else. "
+            "Use another sampling_session_seq_id.",
+            "conflict",
+        )
     return answer({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
 
@@ -93,29 +101,21 @@ async def sample_stream(request: Request) -> Response:
     service, tenant, content = service_of(request), tenant_of(request), await content_of(request, MOST_JSON_BYTES)
     asked, target, spec = await _read(service, tenant, content, is_streamed=True)
     events = service.sampling.run(tenant, target, spec)
-    try:
-        first = await anext(events)  # a full queue is an HTTP status, not an event
-    except EngineFault as problem:
-        return _one(sse.encode("error", orjson.dumps({"error": str(problem), "category": problem.category})))
-    except Refused as problem:
-        return as_response(problem)
-    body = _events(first, events, asked)
+    upcoming = asyncio.ensure_future(anext(events))
+    await asyncio.wait([upcoming], timeout=FIRST_EVENT_S)
+    if upcoming.done() and isinstance(problem := upcoming.exception(), Refused):
+        raise problem  # a full queue is an HTTP status, not an event
+    body = _events(upcoming, events, asked)
     return StreamingResponse(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
-def _one(event: bytes) -> Response:
-    return Response(event, media_type="text/event-stream")
-
-
-async def _events(first: SampleEvent, events: AsyncIterator[SampleEvent], asked: SampleRequest) -> AsyncIterator[bytes]:
-    """The first event was waited for already. A comment every 15 s keeps proxies from hanging up."""
-    event: SampleEvent = first
+async def _events(
+    upcoming: asyncio.Future[SampleEvent], events: AsyncIterator[SampleEvent], asked: SampleRequest
+) -> AsyncIterator[bytes]:
+    """`upcoming` is the first event, which may take its time. A comment every 15 s keeps proxies from hanging up."""
     async with aclosing(events):  # type: ignore[type-var]
         try:
-            while not isinstance(event, Sampled):
-                said: dict[str, Any] = {"index": event.index, "tokens": event.tokens, "logprobs": event.logprobs}
-                yield sse.encode("token", orjson.dumps(said))
-                upcoming = asyncio.ensure_future(anext(events))
+            while True:
                 try:
                     while not (await asyncio.wait([upcoming], timeout=COMMENT_EVERY_S))[0]:
                         yield sse.comment("sampling")
@@ -124,6 +124,11 @@ async def _events(first: SampleEvent, events: AsyncIterator[SampleEvent], asked:
                     if not upcoming.done():
                         upcoming.cancel()
                         await asyncio.wait([upcoming])
+                if isinstance(event, Sampled):
+                    break
+                said: dict[str, Any] = {"index": event.index, "tokens": event.tokens, "logprobs": event.logprobs}
+                yield sse.encode("token", orjson.dumps(said))
+                upcoming = asyncio.ensure_future(anext(events))
         except EngineFault as problem:
             yield sse.encode("error", orjson.dumps({"error": str(problem), "category": problem.category}))
             return

@@ -18,7 +18,16 @@ from tinkex.server.checks import check_data, check_name
 from tinkex.server.faults import Refused, answer, bad, not_found
 from tinkex.server.lanes import Lane
 from tinkex.server.owned import metadata_in, own_session, text_in, ttl_in
-from tinkex.server.requests import body_of, content_of, decode_object, object_of, read_as, service_of, tenant_of
+from tinkex.server.requests import (
+    IN_THREAD_BYTES,
+    body_of,
+    content_of,
+    decode_object,
+    object_of,
+    read_as,
+    service_of,
+    tenant_of,
+)
 from tinkex.server.service import Service
 from tinkex.store.records import Run
 from tinkex.types.training import ForwardBackwardRequest, ForwardRequest, LoraConfig
@@ -27,8 +36,6 @@ from tinkex.wire import proto_codec
 from tinkex.wire.body import PROTOBUF
 
 MAX_RANK = 1024
-IN_THREAD_BYTES = 256 << 10
-"""Bodies from this size on are decoded in a thread, so that other requests need not wait for them."""
 ADAM = {
     "learning_rate": (1e-4, 0.0, 1e6),
     "beta1": (0.9, 0.0, 1.0),
