@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tinkex.engine.base import EngineFault
 from tinkex.engine.schedule import Turn, Turns
 
 
@@ -88,3 +89,13 @@ def test_short_gaps_between_long_passes_do_not_starve_decoding() -> None:
         turns.charge(Turn.DECODE, 0.05)
         spent[Turn.DECODE] += 0.05
     assert spent[Turn.DECODE] / sum(spent.values()) > 0.45
+
+
+def test_a_device_that_is_not_there_is_refused_in_a_sentence() -> None:
+    import torch
+
+    from tinkex.engine.child import pick_device
+
+    missing = "mps" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(EngineFault, match=f"--device {missing}.*Usable: .*cpu"):
+        pick_device(missing)

@@ -180,7 +180,8 @@ def _sampler(model: str | None, service: ServiceClient) -> SamplingClient:
 def _only_model(service: ServiceClient) -> str:
     from tinkex.errors import ValidationError
 
-    offered = [found.model_name for found in service.get_server_capabilities().supported_models if found.model_name]
+    models = service.get_server_capabilities().supported_models
+    offered = [found.model_name for found in models if found.model_name and found.alias_of is None]
     if len(offered) != 1:
         raise ValidationError(f"Name a model with -m. The service offers {', '.join(offered) or 'none'}.")
     return offered[0]

@@ -57,7 +57,8 @@ def main() -> None:
     try:
         trainer, sampler = load(inbox.get().head, send)
     except Exception as error:
-        logger.exception("The engine cannot start.")
+        if not isinstance(error, EngineFault):  # that one is a sentence for the user already
+            logger.exception("The engine cannot start.")
         send(Frame({"n": 0, "news": "failed", "error": _why_not(error)}))
         os._exit(1)
     gc.freeze()  # nor will it ever be
@@ -170,11 +171,15 @@ def pick_device(name: str) -> Any:
     """The torch device of that name; `auto` is the fastest there is."""
     import torch
 
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, is_there in there.items() if is_there))
+    if not there.get(name.partition(":")[0], True):
+        usable = ", ".join(kind for kind, is_there in there.items() if is_there)
+        raise EngineFault(
+            f"--device {name}: this machine, or the installed PyTorch, has no such device. Usable: {usable}.", "server"
+        )
+    return torch.device(name)
 
 
 def usable_cores() -> int:

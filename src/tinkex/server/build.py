@@ -130,7 +130,7 @@ async def _run(
     _on_signals(stopping, server)
     resumed = await service.worker.resume()
     if resumed:
-        logger.info("%d operations go on where they stopped", resumed)
+        logger.info("operations go on where they stopped: %d", resumed)
     tasks = [asyncio.create_task(service.worker.run()), asyncio.create_task(Janitor(service).run())]
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -148,6 +148,7 @@ async def _run(
         await asyncio.gather(service.worker.drain(config.drain_s), service.sampling.drain(config.drain_s))
     finally:
         service.waiters.wake_all()
+        service.sampling.wake_all()
         server.should_exit = True
         for task in (*tasks, starting):
             task.cancel()

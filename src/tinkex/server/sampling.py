@@ -419,6 +419,13 @@ class Sampling:
             self._queued_rows -= job.spec.num_samples
             self._release(job)
 
+    def wake_all(self) -> None:
+        """The service ends: polls are answered with what is known now."""
+        for sample in self._samples.values():
+            wake(sample.waiters)
+        for done in self._completions.values():
+            wake(done.waiters)
+
     async def drain(self, seconds: float) -> None:
         """Let what the engine has come to its end, for so long."""
         if self._tasks:

@@ -42,6 +42,7 @@ def supported_model(model: ModelInfo, name: str) -> dict[str, Any]:
     """One entry per name. Where the weights came from is said too: those of a fallback are not the hub's."""
     return {
         "model_name": name,
+        "alias_of": None if name == model.name else model.name,
         "max_context_length": model.max_context_length or None,
         "trainable": True,
         "sampleable": True,

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
+CLOSING_HOLD_S = 0.3
 RECENT_BYTES = 64 << 20
 """Results kept in memory beside the store, so that the usual poll right after the work reads no disk."""
 
@@ -30,6 +31,7 @@ class Waiters:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._recent: OrderedDict[str, Outcome] = OrderedDict()
         self._bytes = 0
+        self._is_closing = False
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -51,6 +53,7 @@ class Waiters:
 
     async def wait(self, request_id: str, seconds: float) -> Outcome | None:
         """The outcome, or None when the time is up."""
+        seconds = self.hold_s(seconds)
         if (outcome := self._recent.get(request_id)) is not None:
             return outcome
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -65,8 +68,13 @@ class Waiters:
                     del self._waiting[request_id]
         return self._recent.get(request_id)
 
+    def hold_s(self, seconds: float) -> float:
+        """How long a poll may be held: hardly at all once the service ends, or it could not."""
+        return min(seconds, CLOSING_HOLD_S) if self._is_closing else seconds
+
     def wake_all(self) -> None:
         """The service ends: polls are answered with what is known now."""
+        self._is_closing = True
         for waiters in self._waiting.values():
             for waiter in waiters:
                 if not waiter.done():

@@ -19,6 +19,8 @@ class SupportedModel(Value):
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None
+    alias_of: str | None = None
+    """The model's full name, if this is another name of it. Services of our own say it."""
 
 
 class GetServerCapabilitiesResponse(Value):

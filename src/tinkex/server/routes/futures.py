@@ -85,7 +85,7 @@ async def _sample(
     sample = service.sampling.find(tenant, request_id)
     if sample is None:
         raise Refused(410, f"The sample {request_id} is no longer here. Ask for it again.", "sample_lost", "server")
-    await service.sampling.wait(sample, service.config.poll_hold_s)
+    await service.sampling.wait(sample, service.waiters.hold_s(service.config.poll_hold_s))
     if not sample.is_done:
         return _not_yet(*service.sampling.queue_of(sample))
     if sample.error is not None:
@@ -112,7 +112,8 @@ async def retrieve_futures(request: Request) -> Response:
     cursor = body.get("prev_cursor") or 0
     if isinstance(cursor, bool) or not isinstance(cursor, int):
         raise bad("prev_cursor must be a whole number.", "bad_cursor")
-    found, upto = await service.sampling.completed(str(sampler_id), cursor, service.config.poll_hold_s)
+    hold_s = service.waiters.hold_s(service.config.poll_hold_s)
+    found, upto = await service.sampling.completed(str(sampler_id), cursor, hold_s)
     completions = [{"state": state, "request_id": request_id} for request_id, state in found]
     return answer({"completions": completions, "cursor": upto})
 
