@@ -86,6 +86,18 @@ def test_a_second_client_goes_on_with_a_live_run(live: LiveServer, service: tink
         assert saved(live, second, "end") == saved(live, whole, "end")
 
 
+def test_the_same_program_without_a_seed_gives_the_same_numbers_twice(live: LiveServer) -> None:
+    found = []
+    for _ in range(2):
+        with tinkex.ServiceClient(base_url=live.url, api_key="tml-test") as service:
+            runs = [service.create_lora_training_client(base_model="tinkex/tiny", rank=4) for _ in range(2)]
+            for run in runs:
+                step(run, 0)
+            found.append([saved(live, run, "end") for run in runs])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1], "runs of one session begin differently"
+
+
 def test_the_samplers_log_probabilities_are_the_trainers(service: tinkex.ServiceClient) -> None:
     run = new_run(service, 5)
     for number in range(4):

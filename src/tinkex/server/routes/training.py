@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -75,7 +74,8 @@ async def _new_run(
         session_id=session.id,
         base_model=base,
         rank=rank,
-        seed=secrets.randbits(31) if seed is None else seed % (1 << 63),
+        # Without a seed it is the run's number in its session: the same program gives the same numbers twice.
+        seed=number if seed is None else seed % (1 << 63),
         train_attn=flags.train_attn,
         train_mlp=flags.train_mlp,
         train_unembed=flags.train_unembed,
