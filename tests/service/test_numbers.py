@@ -131,6 +131,24 @@ def test_sampler_weights_stay_as_they_were_saved(service: tinkex.ServiceClient) 
     assert tokens() == before
 
 
+def test_a_sampler_keeps_its_weights_when_its_name_is_saved_again(service: tinkex.ServiceClient) -> None:
+    run = new_run(service, 8)
+    step(run, 0)
+    path = run.save_weights_for_sampler("latest").result(timeout=60).path
+    prompt = tinkex.ModelInput.from_ints([7, 8, 9, 10])
+
+    def score(sampler: tinkex.SamplingClient) -> list[float | None]:
+        return sampler.compute_logprobs(prompt).result(timeout=60)
+
+    old = service.create_sampling_client(model_path=path)
+    before = score(old)
+    for number in range(1, 6):
+        step(run, number)
+    assert run.save_weights_for_sampler("latest").result(timeout=60).path == path
+    assert score(service.create_sampling_client(model_path=path)) != before
+    assert score(old) == before
+
+
 @pytest.mark.slow
 def test_an_adapter_loaded_in_peft_generates_the_same_greedy_text(
     live: LiveServer, service: tinkex.ServiceClient, tmp_path: Path

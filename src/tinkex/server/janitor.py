@@ -95,7 +95,8 @@ class Janitor:
         since = self._silent_since()
         for sampler in await service.db(_left_behind, service.store, since):
             await service.db(service.store.delete_sampler, sampler.id)
-            if sampler.folder is not None:
+            # Two samplers of one replaced checkpoint share its files.
+            if sampler.folder is not None and sampler.folder not in await service.db(service.store.all_folders):
                 await asyncio.to_thread(folders.remove, service.config.data_dir, sampler.folder)
 
     async def _remove_rubbish(self) -> None:
@@ -134,17 +135,13 @@ def _is_idle(store: Store, run_id: str, since: float) -> bool:
 
 
 def _left_behind(store: Store, since: float) -> list[Sampler]:
-    """Ephemeral samplers whose session is over. Sessions are found by the folders that samplers still have."""
-    places = [folder.split("/") for folder in store.all_folders()]
-    runs = {parts[1] for parts in places if len(parts) > 3 and parts[2] == folders.EPHEMERAL}
-    sessions = {run.session_id for run_id in runs if (run := store.get_run(run_id)) is not None}
-    return [
-        sampler
-        for session_id in sorted(sessions)
-        if _is_over(session := store.get_session(session_id), since)
-        for sampler in store.samplers_of_session(session_id)
-        if sampler.folder is not None and (sampler.created_at < since or _is_finished(session))
-    ]
+    """Samplers with files of their own whose session is over."""
+    found = []
+    for sampler in store.samplers_with_files():
+        session = store.get_session(sampler.session_id)
+        if _is_over(session, since) and (sampler.created_at < since or _is_finished(session)):
+            found.append(sampler)
+    return found
 
 
 def _is_finished(session: Session | None) -> bool:

@@ -13,7 +13,7 @@ from tinkex.store.rows import checkpoints, runs, samplers
 
 class Checkpoints(Database):
     def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Add it, in the place of one of the same path if there is one; that one is returned."""
+        """Add it, in the place of one of the same path if there is one; that one is returned if its files may go."""
         with self._write() as connection:
             return put_checkpoint(connection, checkpoint)
 
@@ -85,9 +85,14 @@ class Checkpoints(Database):
 
 
 def put_checkpoint(connection: Connection, checkpoint: Checkpoint) -> Checkpoint | None:
+    """Put it in the place of the former one. Samplers of that one go on with its files, which are then not returned."""
     former = _take(connection, checkpoint.path)
     connection.execute(insert(checkpoints), values_of(checkpoint))
-    return former
+    if former is None:
+        return None
+    is_its_sampler = (samplers.c.model_path == former.path, samplers.c.folder.is_(None))
+    kept = connection.execute(update(samplers).where(*is_its_sampler).values(folder=former.folder)).rowcount
+    return None if kept else former
 
 
 def _take(connection: Connection, path: str, expired_by: float | None = None) -> Checkpoint | None:

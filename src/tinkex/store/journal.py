@@ -147,7 +147,7 @@ class Journal(Database):
         checkpoint: Checkpoint | None = None,
         sampler: Sampler | None = None,
     ) -> Checkpoint | None:
-        """The operation is done, with what came of it; all or nothing. The checkpoint that was replaced is returned."""
+        """The operation is done, with what came of it; all or nothing. Returns a replaced checkpoint to be removed."""
         with self._writing(result) as (connection, kept):
             assert kept is not None
             self._end(connection, request_id, to="done", at=at, as_type=result_type)

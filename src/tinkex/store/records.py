@@ -79,7 +79,7 @@ class Sampler:
     created_at: float
     model_path: str | None = None
     folder: str | None = None
-    """Only of an ephemeral sampler; it goes with the session."""
+    """Of an ephemeral sampler, or the files of a checkpoint that was replaced since; they go with the session."""
     clients: int = 1
 
 

@@ -119,6 +119,14 @@ class Sessions(Database):
             ).all()
         return as_records(Sampler, rows)
 
+    def samplers_with_files(self) -> list[Sampler]:
+        """Those with a folder of their own: ephemeral ones, and ones whose checkpoint was replaced. Oldest first."""
+        with self._read() as connection:
+            rows = connection.execute(
+                select(samplers).where(samplers.c.folder.is_not(None)).order_by(samplers.c.created_at, samplers.c.id)
+            ).all()
+        return as_records(Sampler, rows)
+
     def join_sampler(self, sampler_id: str) -> int:
         """The number of a client that joins: the creator has 0. KeyError if there is no such sampler."""
         joined = (
