@@ -51,6 +51,10 @@ class QuietWorker:
     evicted: list[str] = field(default_factory=list)
     paused: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def halt(self) -> str:
+        return next(iter(self.paused.values()), "")
+
     def resident(self) -> list[str]:
         return list(self.held)
 

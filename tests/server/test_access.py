@@ -146,3 +146,30 @@ def test_whoami_serves_our_client_and_the_official_login(served: Served) -> None
     assert isinstance(raw["key_id"], int)
     assert raw["details"]["user_details"]["email"] == "alice"
     assert key not in str(raw)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "rebound.example:8000"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"origin": "http://localhost:3000", "host": "127.0.0.1"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+    ],
+)
+def test_without_keys_a_web_page_elsewhere_cannot_use_the_service_through_a_browser(
+    served: Served, headers: dict[str, str], status: int
+) -> None:
+    answer = served.ask("GET", "sessions", headers=headers)
+    assert answer.status == status, answer.content
+    if status == 403:
+        assert "tinkex key create" in answer.json["detail"]
+
+
+def test_a_public_name_is_its_own_and_with_keys_any_name_will_do(serve: Callable[..., Served]) -> None:
+    named = serve(public_url="https://tinker.example/here")
+    assert named.ask("GET", "sessions", headers={"host": "tinker.example"}).status == 200
+    keyed = serve(api_keys=(ALICE,))
+    assert keyed.ask("GET", "sessions", key=ALICE, headers={"host": "anything.example"}).status == 200

@@ -160,3 +160,15 @@ def test_where_keys_are_in_use_the_page_needs_one_and_shows_none(
         assert KEY not in page(address, x_api_key=KEY)[2] and KEY not in content
     service.db.close()
     service.store.close()
+
+
+def test_a_key_sees_its_own_tenant_and_of_the_others_only_sums(tmp_path: Path, loop: Loop, engine: FakeEngine) -> None:
+    alice, bob = "tml-alice-0123456789", "tml-bob-0123456789ab"
+    service = service_in(tmp_path, loop, engine, keys=(alice, bob))
+    names = [loop.call(service.access.tenant(key)) for key in (alice, bob)]
+    for name in names:
+        service.metrics.request("asample", 200, 0.01, name)
+    with loop.serve(make_app(service)) as address:
+        _, _, content = page(address, x_api_key=alice)
+    assert names[0] in content and names[1] not in content
+    assert 'tinkex_requests_total{endpoint="asample",status="200"} 2.0' in content

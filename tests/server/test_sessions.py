@@ -27,6 +27,9 @@ def test_health_is_503_with_the_reason_until_the_engine_can_work(served: Served)
     assert (answer.status, answer.json["detail"]) == (503, "the engine loads tinkex/tiny")
     served.engine.state = EngineState(is_ready=True)
     assert served.ask("GET", "healthz").json == {"status": "ok"}
+    served.worker.pause("disk", "the disk is full")
+    answer = served.ask("GET", "healthz")
+    assert (answer.status, answer.json["detail"]) == (503, "the disk is full")
 
 
 def test_capabilities_name_every_model_and_alias(served: Served) -> None:

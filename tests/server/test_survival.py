@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_worker import backward, done, new_lane, running, scenario, step
+from tests.server.test_worker import TINY, backward, done, new_lane, running, scenario, step
 from tinkex.engine.base import EngineDied
 from tinkex.engine.frames import Frame
 from tinkex.server.app import make_app
@@ -176,3 +178,38 @@ async def test_a_samplers_number_that_is_taken_by_another_model_is_refused(tmp_p
         other = {**body, "sampling_session_seq_id": 5}
         answers = [await sampling.create_sampling_session(request(service, other)) for _ in range(2)]
         assert answers[0].body == answers[1].body, "a retry is answered as before"
+
+
+@scenario
+async def test_operations_wait_for_a_base_model_that_the_restarted_service_does_not_serve(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        lane = await new_lane(service)
+        engine.gate.clear()
+        request_id = await step(service, lane, 1, 1.0)
+    other = replace(TINY, name="another/model")
+    async with running(tmp_path, FakeEngine(), other) as service:
+        pending = service.worker.pending(request_id)
+        assert pending is not None
+        await asyncio.sleep(0.05)
+        state, reason = service.worker.queue_of(pending)
+        assert state == "paused_capacity" and "--base-model tinkex/tiny" in reason
+        lane = await service.intake.lane("t", lane.run.id)
+        with pytest.raises(Refused, match="--base-model tinkex/tiny"):
+            await step(service, lane, 2, 1.0)
+    async with running(tmp_path, FakeEngine()) as service:
+        assert (await done(service, request_id)).error is None
+
+
+@scenario
+async def test_a_result_that_the_store_will_not_have_fails_and_the_engine_forgets_what_it_did(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        lane = await new_lane(service)
+        finish = service.store.finish
+        service.store.finish = Mock(side_effect=RuntimeError("a bug"))  # type: ignore[method-assign]
+        outcome = await done(service, await step(service, lane, 1, 1.0))
+        assert outcome.category == "server" and "could not be stored" in str(outcome.error)
+        service.store.finish = finish  # type: ignore[method-assign]
+        assert (await done(service, await step(service, lane, 2, 2.0))).error is None
+        assert engine.adapters[lane.run.id] == ["seed 7", "step 2.0"]

@@ -28,10 +28,12 @@ TINY = ModelInfo(name="tinkex/tiny", folder="", vocab_size=300, max_context_leng
 
 
 @asynccontextmanager
-async def running(data_dir: Path, engine: FakeEngine, **settings: Any) -> AsyncIterator[Service]:
+async def running(
+    data_dir: Path, engine: FakeEngine, model: ModelInfo = TINY, **settings: Any
+) -> AsyncIterator[Service]:
     config = ServeConfig(data_dir=data_dir, base_models=("tinkex/tiny",), gap_s=0.2, poll_hold_s=5.0, **settings)
     store = Store.open(config.database_url, data_dir)
-    service = build(config, [TINY], store, engine)
+    service = build(config, [model], store, engine)
     await service.worker.resume()
     loop = asyncio.create_task(service.worker.run())
     try:

@@ -7,8 +7,9 @@ logged. Where there are no keys, which only a service on loopback may do, everyb
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -44,8 +45,16 @@ class Access:
         self._configured = {hash_key(key): _tenant_of_configured(hash_key(key)) for key in config.api_keys}
         self._may_be_open = is_loopback_host(config.host)
         self._has_keys = bool(self._configured)
+        self._own_hosts = {config.host, (urlsplit(config.public_url or "").hostname or config.host).lower()}
         self._asked_at: float | None = None
         self._looked: dict[str, _Looked] = {}
+
+    async def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """The tenant of a request. Raises 401; without keys, 403 for what a web page elsewhere made a browser send."""
+        if not await self.uses_keys():
+            check_local(headers, self._own_hosts)
+            return LOCAL
+        return await self.tenant(key_in(headers))
 
     async def tenant(self, key: str | None) -> str:
         """Whose key this is. Raises 401 for a key that is missing, unknown or revoked."""
@@ -119,12 +128,42 @@ class AccessMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_guarded(route_path(scope)):
             try:
-                tenant = await self._access.tenant(key_in(scope["headers"]))
+                tenant = await self._access.admit(scope["headers"])
             except Exception as problem:  # an edge: middleware stands outside the application's own handler
                 await as_response(problem, is_openai=route_path(scope).startswith(_OPENAI))(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def check_local(headers: Iterable[tuple[bytes, bytes]], own_hosts: Collection[str]) -> None:
+    """Where there are no keys, only programs on this machine may ask.
+
+    A page on the web can have a browser here send requests: straight to 127.0.0.1 (`Origin` tells), or to a name of its
+    own that it lets point here (`Host` tells).
+    """
+    for name, value in headers:
+        text = value.decode("latin-1")
+        if name == b"host":
+            host = _host_in(f"//{text}")
+        elif name == b"origin":
+            host = _host_in(text)
+        else:
+            continue
+        if not is_loopback_host(host) and host not in own_hosts:
+            raise Refused(
+                403,
+                f"This service has no keys and answers to this machine only, not to {host[:100]!r}. If that is its "
+                "name, start it with --public-url; better, make a key with `tinkex key create`.",
+                "not_local",
+            )
+
+
+def _host_in(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or address
+    except ValueError:
+        return address
 
 
 def is_guarded(path: str) -> bool:

@@ -83,7 +83,7 @@ def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: En
     data_dir = Path(config.data_dir)
     residency = Residency(store, db, engine, data_dir)
     perform = Perform(clock, store, db, engine, residency, data_dir)
-    worker = Worker(config, clock, store, db, engine, waiters, residency, perform, metrics)
+    worker = Worker(config, clock, store, db, engine, waiters, residency, perform, metrics, catalog)
     service = Service(
         config=config,
         clock=clock,

@@ -51,7 +51,7 @@ class Intake:
             tenant=run.tenant,
             seq_id=0,
             kind=kind,
-            digest=digest_of(kind, b"", {**options, "base_model": run.base_model, "rank": run.rank}),
+            digest=digest_of(kind, b"", {**options, **_asked(run)}),
             created_at=self._clock.wall(),
             options=options,
         )
@@ -177,6 +177,8 @@ class Intake:
             raise bad(
                 f"Model {lane.run.id} was unloaded. Create a new one, for example from a saved state.", "model_unloaded"
             )
+        if reason := self._worker.why_not_served(lane):
+            raise bad(f"Model {lane.run.id} cannot go on: {reason}.", "unknown_base_model")
         waiting = self._worker.waiting_of(lane.run.tenant)
         if waiting >= self._config.max_queued_operations:
             raise busy(
@@ -209,6 +211,12 @@ def digest_of(kind: str, command: bytes, options: dict[str, Any]) -> str:
     found = hashlib.blake2b(command, digest_size=16)
     found.update(orjson.dumps([kind, options], option=orjson.OPT_SORT_KEYS))
     return found.hexdigest()
+
+
+def _asked(run: Run) -> dict[str, Any]:
+    """What makes a run another run. Not the seed: it is chosen here if the client names none."""
+    names = ("base_model", "rank", "train_attn", "train_mlp", "train_unembed")
+    return {name: getattr(run, name) for name in names}
 
 
 def new_id() -> str:

@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.access import key_in
 from tinkex.server.requests import service_of
 
 if TYPE_CHECKING:
@@ -131,12 +130,28 @@ class Metrics:
         by_tenant.add_metric([OTHER], max(others, 0))
         yield by_tenant
 
-    async def page(self, service: Service, accept: str) -> Response:
+    async def page(self, service: Service, accept: str, tenant: str) -> Response:
+        """For one tenant: what others do is told in sums only."""
         count, size_bytes = await service.db(service.store.usage)
         self._checkpoints.set(count)
         self._checkpoint_bytes.set(size_bytes)
         encode, content_type = choose_encoder(accept)
-        return Response(encode(self.registry), headers={"content-type": content_type})
+        return Response(encode(_Seen(self.registry, tenant)), headers={"content-type": content_type})
+
+
+class _Seen(CollectorRegistry):
+    """A registry as one tenant may see it: series that name another tenant are left out."""
+
+    def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
+        super().__init__()
+        self._all, self._tenant = registry, tenant
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._all.collect():
+            own = [row for row in metric.samples if row.labels.get("tenant", self._tenant) in (self._tenant, OTHER)]
+            if len(own) < len(metric.samples):
+                metric.samples = own
+            yield metric
 
 
 class _Gauges(Collector):
@@ -154,5 +169,5 @@ class _Gauges(Collector):
 async def metrics_page(request: Request) -> Response:
     """`GET /metrics`: open where no keys are in use, for any valid key otherwise."""
     service = service_of(request)
-    await service.access.tenant(key_in(request.scope["headers"]))
-    return await service.metrics.page(service, request.headers.get("accept", ""))
+    tenant = await service.access.admit(request.scope["headers"])
+    return await service.metrics.page(service, request.headers.get("accept", ""), tenant)

@@ -39,7 +39,8 @@ NUMBER_BYTES = 32
 PAIR_BYTES = 128
 MOST_SAMPLERS = 1000
 """Samplers whose finished requests are known by number; those that finished something last."""
-MOST_DEATHS = 3
+MOST_DEATHS = 2
+"""Fewer than a training operation has: a sample that takes the engine down must not use up their chances."""
 CHECKED_S = 1.0
 """How long a sampler is trusted to still have its weights."""
 

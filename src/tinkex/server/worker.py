@@ -16,6 +16,7 @@ from functools import partial
 from tinkex.clock import Clock
 from tinkex.engine.base import Engine, EngineDied, EngineFault
 from tinkex.errors import TinkexError, ValidationError
+from tinkex.server.catalog import Catalog
 from tinkex.server.db import Db
 from tinkex.server.lanes import Lane, Pending
 from tinkex.server.metrics import Metrics
@@ -48,7 +49,9 @@ class Worker:
         residency: Residency,
         perform: Perform,
         metrics: Metrics,
+        catalog: Catalog,
     ) -> None:
+        self._catalog = catalog
         self._config, self._clock, self._store, self._db, self._engine = config, clock, store, db, engine
         self._waiters, self._residency, self._perform, self._metrics = waiters, residency, perform, metrics
         self._lanes: dict[str, Lane] = {}
@@ -74,6 +77,11 @@ class Worker:
         """Runs whose adapter the engine holds."""
         return self._residency.runs()
 
+    @property
+    def halt(self) -> str:
+        """Why nothing new is started, if so."""
+        return "the service is stopping" if self._is_draining else next(iter(self._paused.values()), "")
+
     def waiting_of(self, tenant: str) -> int:
         return sum(pending.tenant == tenant for pending in self._pending.values())
 
@@ -83,13 +91,20 @@ class Worker:
     def queue_of(self, pending: Pending) -> tuple[str, str]:
         """Why an operation is not finished: state and reason."""
         lane, state = self._lanes[pending.run_id], self._engine.state
-        paused = next(iter(self._paused.values()), "")
+        paused = next(iter(self._paused.values()), "") or self.why_not_served(lane)
         return describe_queue(
             lane.ahead(pending.seq_id) if lane.running is not pending else 0,
             lane.missing(pending.seq_id) if lane.running is not pending else None,
             "" if state.is_ready else f"the engine is not ready: {state.reason}",
             paused,
         )
+
+    def why_not_served(self, lane: Lane) -> str:
+        """The service may have been started anew without the model that a run was made on."""
+        name = lane.run.base_model
+        if name in self._catalog.names:
+            return ""
+        return f"its base model {name} is not served now; start the service with --base-model {name}, and it goes on"
 
     async def lane(self, run_id: str) -> Lane | None:
         """A run's lane, read from the journal when it is first asked for."""
@@ -121,7 +136,9 @@ class Worker:
         """At start: everything that was accepted and not finished goes back into its lane."""
         rows = await self._db(self._store.queued)
         for run_id in dict.fromkeys(row.run_id for row in rows):
-            await self.lane(run_id)
+            lane = await self.lane(run_id)
+            if lane is not None and (reason := self.why_not_served(lane)):
+                logger.warning("operations of %s wait: %s", run_id, reason)
         return len(rows)
 
     # ── What comes in
@@ -176,6 +193,8 @@ class Worker:
             if not lane.waiting:
                 self._active.discard(run_id)
                 continue
+            if self.why_not_served(lane):
+                continue
             head, again = lane.head(now, self._config.gap_s)
             if head is not None:
                 ready[run_id] = Ready(run_id, head.tenant, head.arrived)
@@ -195,6 +214,8 @@ class Worker:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            logger.error("an operation ended without a word; it runs again after a restart", exc_info=problem)
         self.wake()
 
     async def _execute(self, lane: Lane, pending: Pending) -> None:
@@ -214,8 +235,8 @@ class Worker:
             if done is not None:
                 try:
                     await self._kept(partial(self._keep, pending, done))
-                except ValidationError as problem:  # the store will not have it, and never will
-                    done, failure = None, (str(problem), "user")
+                except Exception as problem:  # the store will not have it, and never will
+                    done, failure = None, await self._unkept(lane, pending, problem)
             if done is not None:
                 await self._after(lane, pending, done)
             else:
@@ -288,6 +309,15 @@ class Worker:
         self._waiters.settle(pending.request_id, Outcome(pending.tenant, done.content, done.content_type))
         if replaced is not None:
             await asyncio.to_thread(self._perform.remove, replaced)
+
+    async def _unkept(self, lane: Lane, pending: Pending, problem: Exception) -> tuple[str, str]:
+        """What to tell. The engine has done what the journal does not know: it forgets the run, which is rebuilt."""
+        with contextlib.suppress(EngineDied, EngineFault):
+            await self._residency.drop(lane.run.id)
+        if isinstance(problem, ValidationError):
+            return str(problem), "user"
+        logger.error("the result of %s (%s) was not stored", pending.request_id, pending.kind, exc_info=problem)
+        return "The result could not be stored; the service's log says why. The run is as it was before.", "server"
 
     async def _after(self, lane: Lane, pending: Pending, done: Done) -> None:
         """What follows a result and cannot undo it: a snapshot that fails leaves the journal, which has it all."""

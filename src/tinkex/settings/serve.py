@@ -347,7 +347,7 @@ SERVE = (
     Setting("max_body_bytes", _count(1024), "The largest request that is read.", "BYTES"),
     Setting("quota_gb", _quota, "Gigabytes that the checkpoints of all tenants may take. Not set: what the disk holds.",
             "GB"),
-    Setting("poll_hold_s", _number("seconds", 0, 40), "Seconds that a poll is held open. Clients give up after 45.",
+    Setting("poll_hold_s", _number("seconds", 0, 25), "Seconds that a poll is held open. Clients give up after 45.",
             "S"),
     Setting("gap_s", _seconds, "Seconds that a run waits for a missing number before it goes on without.", "S"),
     Setting("idle_session_s", _seconds, "Seconds without a heartbeat after which a run leaves memory (not the disk).",

@@ -57,9 +57,11 @@ async def auth_token(request: Request) -> Response:
 
 
 async def healthz(request: Request) -> Response:
-    state = service_of(request).engine.state
-    if not state.is_ready:
-        detail = state.reason or "The engine is starting."
+    """True only if work can be done: for load balancers, and for people who wait."""
+    service = service_of(request)
+    state = service.engine.state
+    detail = (state.reason or "The engine is starting.") if not state.is_ready else service.worker.halt
+    if detail:
         raise Refused(503, detail, "not_ready", "server", {"retry-after": "1"})
     return answer({"status": "ok"})
 
