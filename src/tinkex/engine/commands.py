@@ -22,7 +22,11 @@ from tinkex.types.tensor import TensorData
 def pass_frame(
     op: str, adapter: str, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None
 ) -> Frame:
-    """`forward` or `forward_backward`. The datums hold text alone: `intake` has seen to that."""
+    """`forward` or `forward_backward`. The datums hold text alone: `intake` has seen to that.
+
+    Names are sorted: protobuf hands maps out in another order in every process, and an attempt that is repeated after a
+    restart has to make the same frame.
+    """
     buffers: list[Buffer] = []
 
     def keep(buffer: Buffer) -> int:
@@ -33,9 +37,15 @@ def pass_frame(
     for datum in data:
         chunks = [chunk.packed() for chunk in datum.model_input.chunks if isinstance(chunk, EncodedTextChunk)]
         tokens = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        inputs = {name: _tensor(tensor, keep) for name, tensor in datum.loss_fn_inputs.items()}
+        inputs = {name: _tensor(tensor, keep) for name, tensor in sorted(datum.loss_fn_inputs.items())}
         rows.append({"tokens": keep(tokens), "inputs": inputs})
-    head = {"op": op, "adapter": adapter, "loss_fn": loss_fn, "config": dict(config or {}), "data": rows}
+    head = {
+        "op": op,
+        "adapter": adapter,
+        "loss_fn": loss_fn,
+        "config": dict(sorted((config or {}).items())),
+        "data": rows,
+    }
     return Frame(head, buffers)
 
 
