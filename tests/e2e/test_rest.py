@@ -120,3 +120,17 @@ def test_capabilities_info_and_unload(service: ScriptedService, connect: Connect
     assert training.get_info().model_id == training.model_id
     assert asyncio.run(training.get_info_async()).model_data is not None
     assert training.unload_model().result(20).model_id == training.model_id
+
+
+def test_a_runs_steps_and_the_services_state_can_be_read(service: ScriptedService, connect: Connect) -> None:
+    training = connect(service).create_lora_training_client(MODEL, rank=4)
+    rates = (1e-3, 5e-4)
+    for rate in rates:
+        training.optim_step(tinkex.AdamParams(learning_rate=rate)).result(20)
+    rest = tinkex.RestClient(base_url=service.url, api_key=training._session.config.api_key)
+    found = rest.get_run_steps(training.model_id).result(20)
+    assert [step.learning_rate for step in found.steps] == list(rates)
+    first = found.steps[0].seq_id
+    assert [step.learning_rate for step in rest.get_run_steps(training.model_id, first).result(20).steps] == [5e-4]
+    assert MODEL in rest.get_service_state().result(20).models
+    assert rest.list_failed_operations().result(20).operations == []

@@ -9,7 +9,7 @@ from tinkex.errors import ValidationError
 from tinkex.wire import endpoints
 from tinkex.wire.endpoints import ALL, Pool
 
-# What protocol §1.6 and §5.2 list, with the two calls of our own service at the end.
+# What protocol §1.6 and §5.2 list, with the calls of our own service at the end.
 PUBLISHED = """
 POST client/config · POST client/dynamic_config · POST auth/token · POST create_session · POST session_heartbeat
 POST sessions/{session_id}/finish · POST create_sampling_session · POST join_sampling_session · POST create_model
@@ -27,7 +27,8 @@ PUT training_runs/{run_id}/checkpoints/{checkpoint_id}/ttl · GET samplers/{samp
 GET sessions · GET sessions/{session_id} · PUT sessions/{session_id}/project
 GET sessions/{session_id}/trace_export · POST sessions/search · GET audit · GET billing/usage/events
 GET billing/usage/checkpoints/current · GET auth/apikey/me · DELETE auth/apikey/me
-POST sample_stream · GET tokenizers/{tokenizer}/{file}
+POST sample_stream · GET tokenizers/{tokenizer}/{file} · GET training_runs/{run_id}/steps
+GET service_state · GET failed_operations
 """
 
 

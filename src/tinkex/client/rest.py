@@ -27,10 +27,13 @@ from tinkex.types import (
     CheckpointsListResponse,
     CurrentCheckpointStorageUsageResponse,
     ExternalWeightsUrlsResponse,
+    FailedOperationsResponse,
     GetSamplerResponse,
     GetSessionResponse,
     ListSessionsResponse,
     ParsedCheckpointTinkerPath,
+    RunStepsResponse,
+    ServiceState,
     SessionSearchRequest,
     SessionSearchResponse,
     TrainingRun,
@@ -146,6 +149,31 @@ class RestClient(_Account):
             endpoints.WEIGHTS_INFO,
             body=lambda dialect: bodies.weights_info(tinker_path),
         )
+
+    def get_run_steps(self, training_run_id: str, after_seq_id: int = -1) -> APIFuture[RunStepsResponse]:
+        """A run's optimizer steps with loss, learning rate and tokens, oldest first. Services of our own have it."""
+        query = {"after_seq_id": after_seq_id}
+        return self._call("get_run_steps", endpoints.RUN_STEPS, query, run_id=training_run_id)
+
+    async def get_run_steps_async(self, training_run_id: str, after_seq_id: int = -1) -> RunStepsResponse:
+        return await self.get_run_steps(training_run_id, after_seq_id)
+
+    # -- the service ------------------------------------------------------------------------------------------------
+
+    def get_service_state(self) -> APIFuture[ServiceState]:
+        """Whether the service works, and what waits. Services of our own have it."""
+        return self._call("get_service_state", endpoints.SERVICE_STATE)
+
+    async def get_service_state_async(self) -> ServiceState:
+        return await self.get_service_state()
+
+    def list_failed_operations(self, limit: int = 50, offset: int = 0) -> APIFuture[FailedOperationsResponse]:
+        """Your operations that failed or were refused, the latest first. Services of our own have it."""
+        query = {"limit": limit, "offset": offset}
+        return self._call("list_failed_operations", endpoints.FAILED_OPERATIONS, query)
+
+    async def list_failed_operations_async(self, limit: int = 50, offset: int = 0) -> FailedOperationsResponse:
+        return await self.list_failed_operations(limit, offset)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinkex.server.access import AccessMiddleware
 from tinkex.server.faults import Refused, answer, as_response
 from tinkex.server.metrics import metrics_page
-from tinkex.server.routes import account, checkpoints, files, futures, openai, runs, sampling, sessions, training
+from tinkex.server.routes import (
+    account,
+    checkpoints,
+    files,
+    futures,
+    insight,
+    openai,
+    runs,
+    sampling,
+    sessions,
+    training,
+)
 from tinkex.server.service import Service
 from tinkex.wire import endpoints
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-ROOMS = (training, futures, sampling, sessions, runs, checkpoints, files, account)
+ROOMS = (training, futures, sampling, sessions, runs, checkpoints, files, account, insight)
 HOT = ("retrieve_future", "asample", "forward_backward", "optim_step", "forward", "session_heartbeat")
 """Looked for first: routes are tried in order."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ class Done:
     checkpoint: Checkpoint | None = None
     sampler: Sampler | None = None
     engine_s: float = 0.0
+    metrics: dict[str, float] | None = None
+    """What the journal keeps of the result for good."""
 
 
 class Perform:
@@ -71,16 +73,18 @@ class Perform:
         if command is None:
             command = await self._db(self._store.command, pending.request_id)
         started = self._clock.now()
-        reply = await self._engine.run(frames.decode(command))
+        frame = frames.decode(command)
+        reply = await self._engine.run(frame)
         engine_s = self._clock.now() - started
-        metrics = reply.head["metrics"]
+        metrics: dict[str, float] = reply.head["metrics"]
         if pending.kind == "optim_step":
-            return _json({"type": "optim_step", "metrics": metrics}, engine_s)
+            done = _json({"type": "optim_step", "metrics": metrics}, engine_s)
+            return replace(done, metrics={**metrics, "learning_rate": frame.head["learning_rate"]})
         output = ForwardBackwardOutput.model_construct(
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=read_outputs(reply), metrics=metrics
         )
         content = proto_codec.encode_forward_backward_output(output)
-        return Done(content=content, content_type="proto", engine_s=engine_s)
+        return Done(content=content, content_type="proto", engine_s=engine_s, metrics=metrics)
 
     async def _save(self, lane: Lane, pending: Pending) -> Done:
         options, run = pending.options, lane.run

@@ -85,6 +85,10 @@ class Worker:
     def waiting_of(self, tenant: str) -> int:
         return sum(pending.tenant == tenant for pending in self._pending.values())
 
+    def waiting(self, tenant: str) -> list[Pending]:
+        """A tenant's operations that are not finished, the longest waiting first."""
+        return sorted((row for row in self._pending.values() if row.tenant == tenant), key=lambda row: row.arrived)
+
     def pending(self, request_id: str) -> Pending | None:
         return self._pending.get(request_id)
 
@@ -304,6 +308,8 @@ class Worker:
                     result_type=done.content_type,
                     checkpoint=done.checkpoint,
                     sampler=done.sampler,
+                    engine_s=done.engine_s,
+                    metrics=done.metrics,
                 )
             )
         self._waiters.settle(pending.request_id, Outcome(pending.tenant, done.content, done.content_type))

@@ -34,8 +34,11 @@ _FINISH = (
         result_type=bindparam("as_type"),
         error=bindparam("why"),
         category=bindparam("whose"),
+        engine_s=bindparam("seconds"),
+        metrics=bindparam("numbers", type_=operations.c.metrics.type),
     )
 )
+_FAILED = ("failed", "refused")
 
 
 class Journal(Database):
@@ -111,6 +114,28 @@ class Journal(Database):
             ).all()
         return as_records(Operation, rows)
 
+    def done_since(self, run_id: str, after_seq: int, limit: int) -> list[Operation]:
+        """A run's finished operations by number, from after `after_seq` on up to the first that is not finished."""
+        unfinished = select(func.min(operations.c.seq_id)).where(
+            operations.c.run_id == run_id, operations.c.seq_id > after_seq, operations.c.state == "queued"
+        )
+        with self._read() as connection:
+            end = connection.scalar(unfinished)
+            wanted = select(operations).where(operations.c.run_id == run_id, operations.c.seq_id > bounded(after_seq))
+            if end is not None:
+                wanted = wanted.where(operations.c.seq_id < end)
+            wanted = wanted.where(operations.c.state == "done").order_by(operations.c.seq_id)
+            return as_records(Operation, connection.execute(wanted.limit(bounded(limit))).all())
+
+    def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[Operation], int]:
+        """A page of a tenant's operations that failed or were refused, the latest first, and how many there are."""
+        theirs = (operations.c.tenant == tenant, operations.c.state.in_(_FAILED))
+        wanted = select(operations).where(*theirs).order_by(operations.c.finished_at.desc(), operations.c.seq_id.desc())
+        with self._read() as connection:
+            rows = connection.execute(wanted.offset(bounded(offset)).limit(bounded(limit))).all()
+            total = connection.scalar(select(func.count()).select_from(operations).where(*theirs))
+        return as_records(Operation, rows), int(total or 0)
+
     def queued(self) -> list[Operation]:
         """Every operation that waits, by run and number."""
         with self._read() as connection:
@@ -146,11 +171,13 @@ class Journal(Database):
         result_type: Literal["json", "proto"],
         checkpoint: Checkpoint | None = None,
         sampler: Sampler | None = None,
+        engine_s: float | None = None,
+        metrics: dict[str, float] | None = None,
     ) -> Checkpoint | None:
         """The operation is done, with what came of it; all or nothing. Returns a replaced checkpoint to be removed."""
         with self._writing(result) as (connection, kept):
             assert kept is not None
-            self._end(connection, request_id, to="done", at=at, as_type=result_type)
+            self._end(connection, request_id, to="done", at=at, as_type=result_type, seconds=engine_s, numbers=metrics)
             _insert_payload(connection, request_id, "result", at, kept)
             if sampler is not None and not connection.execute(self._insert_new(samplers), values_of(sampler)).rowcount:
                 raise ValidationError(
@@ -205,9 +232,11 @@ class Journal(Database):
         as_type: str | None = None,
         why: str | None = None,
         whose: str | None = None,
+        seconds: float | None = None,
+        numbers: dict[str, float] | None = None,
     ) -> None:
         values = {"id": request_id, "to": to, "at": at, "as_type": as_type, "why": why, "whose": whose}
-        if not connection.execute(_FINISH, values).rowcount:
+        if not connection.execute(_FINISH, {**values, "seconds": seconds, "numbers": numbers}).rowcount:
             raise KeyError(f"{request_id} is not queued")
 
 

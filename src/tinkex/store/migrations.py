@@ -43,7 +43,7 @@ def complete(connection: Connection, wanted: MetaData = metadata) -> None:
                 index.create(connection)
 
 
-STEPS: tuple[Step, ...] = (complete,)
+STEPS: tuple[Step, ...] = (complete, complete)
 """Step n is at place n - 1. A later step that only adds is `complete` again; one that also fills calls it first."""
 
 

@@ -66,6 +66,10 @@ class Operation:
     result_type: Literal["json", "proto"] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """What the server needs to know beside the engine's command: names, paths, times to live."""
+    engine_s: float | None = None
+    """How long the engine worked on it."""
+    metrics: dict[str, float] | None = None
+    """What came of it in numbers; they stay when the result expires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

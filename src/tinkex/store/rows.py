@@ -125,7 +125,16 @@ operations = Table(
     Column("category", Words),
     Column("result_type", Words),
     Column("options", Json, nullable=False),
+    Column("engine_s", Double),
+    Column("metrics", Json),
     UniqueConstraint("run_id", "seq_id", name="operations_once"),
+)
+Index(
+    "operations_failed",
+    operations.c.tenant,
+    operations.c.finished_at,
+    sqlite_where=operations.c.state.in_(("failed", "refused")),
+    postgresql_where=operations.c.state.in_(("failed", "refused")),
 )
 Index(
     "operations_queued",

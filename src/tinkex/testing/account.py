@@ -138,6 +138,21 @@ class Account:
             raise Refused(404, f"training run {request.parts['run_id']!r} is not known", "unknown_run")
         return json_response(200, self._run(model))
 
+    def run_steps(self, request: Request) -> Response:
+        model = self._state.models.get(request.parts["run_id"])
+        if model is None:
+            raise Refused(404, f"training run {request.parts['run_id']!r} is not known", "unknown_run")
+        after = int(request.query.get("after_seq_id", "-1"))
+        steps = [step for step in model.steps if step["seq_id"] > after]
+        return json_response(200, {"steps": steps, "next_seq_id": steps[-1]["seq_id"] if steps else after})
+
+    def service_state(self, request: Request) -> Response:
+        about = {"version": "testing", "tenant": "local", "is_ready": True}
+        return json_response(200, {**about, "models": list(self._state.config.base_models)})
+
+    def failed_operations(self, request: Request) -> Response:
+        return json_response(200, {"operations": [], "cursor": {"offset": 0, "limit": 50, "total_count": 0}})
+
     def _run(self, model: Model) -> dict[str, Any]:
         newest = {c.kind: c for c in self._state.live_checkpoints() if c.run_id == model.id}
         last, last_sampler = newest.get("weights"), newest.get("sampler_weights")

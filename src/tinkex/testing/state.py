@@ -89,6 +89,9 @@ class Model:
     last_request: dt.datetime
     weights: Weights = field(default_factory=Weights)
     gradient: float | None = None
+    losses: list[float] = field(default_factory=list)
+    """Of the passes since the last step."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

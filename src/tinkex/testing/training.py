@@ -63,6 +63,7 @@ class Training:
             found = run(model.weights, given.rows(), given.loss_fn, given.config)
             if not given.forward_only:
                 model.gradient = (model.gradient or 0.0) + found.gradient
+                model.losses.append(found.loss)
             return Result(lambda: codec.pass_to_json(found), lambda: codec.pass_to_protobuf(found))
 
         op = "forward" if given.forward_only else "forward_backward"
@@ -79,6 +80,16 @@ class Training:
                 model.weights = model.weights.step(model.gradient, learning_rate)
                 model.gradient = None
                 metrics = {"step:max": float(model.weights.steps), "no_gradient:max": 0.0}
+            model.steps.append(
+                {
+                    "seq_id": body.get("seq_id") or len(model.steps) + 1,
+                    "time": self._state.now().isoformat(),
+                    "loss": sum(model.losses) if model.losses else None,
+                    "learning_rate": learning_rate,
+                    "metrics": metrics,
+                }
+            )
+            model.losses = []
             return Result(lambda: {"type": "optim_step", "metrics": metrics})
 
         return self._submit(request, body["model_id"], body.get("seq_id"), "optim_step", compute)

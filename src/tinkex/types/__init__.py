@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tinkex.types.account import *  # noqa: F403
     from tinkex.types.futures import *  # noqa: F403
     from tinkex.types.inputs import *  # noqa: F403
+    from tinkex.types.insight import *  # noqa: F403
     from tinkex.types.sampling import *  # noqa: F403
     from tinkex.types.session import *  # noqa: F403
     from tinkex.types.telemetry import *  # noqa: F403
@@ -37,6 +38,9 @@ _MODULES = {
     "inputs": """
         Datum DmelChunk EncodedTextChunk ImageAssetPointerChunk ImageChunk LossFnInputs ModelInput
         ModelInputChunk PromptProvenanceSpan ProvenanceSpans SampledProvenanceSpan
+    """,
+    "insight": """
+        FailedOperation FailedOperationsResponse QueuedOperation RunStep RunStepsResponse ServiceState
     """,
     "sampling": "PromptAltTokens SampleRequest SampleResponse SampledSequence SamplingParams StopReason",
     "session": """

@@ -1,4 +1,4 @@
-"""Every call of the API, one row each: what 0.4.1 and 0.36.0 use, and our service's own two. No I/O, no bodies."""
+"""Every call of the API, one row each: what 0.4.1 and 0.36.0 use, and our service's own five. No I/O, no bodies."""
 
 from __future__ import annotations
 
@@ -123,6 +123,11 @@ EXTERNAL_WEIGHTS_URLS = _row(
 )
 WEIGHTS_INFO = _row("POST", "weights_info", _TRAIN, "WeightsInfoResponse")
 COPY_WEIGHTS = _row("POST", "copy_weights", _TRAIN, "CopyWeightsResponse")
+
+# What our own service tells its console and `tinkex run watch`
+RUN_STEPS = _row("GET", f"{_RUN}/steps", _TRAIN, "RunStepsResponse", name="run_steps")
+SERVICE_STATE = _row("GET", "service_state", _TRAIN, "ServiceState")
+FAILED_OPERATIONS = _row("GET", "failed_operations", _TRAIN, "FailedOperationsResponse")
 
 # Sessions and the account
 LIST_SESSIONS = _row("GET", "sessions", _TRAIN, "ListSessionsResponse", name="list_sessions")

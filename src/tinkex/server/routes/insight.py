@@ -1,0 +1,99 @@
+"""What the console and `tinkex run watch` read: a run's steps, the queue, what failed. A tenant sees its own."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex._version import __version__
+from tinkex.server import views
+from tinkex.server.faults import answer, bad
+from tinkex.server.owned import own_run
+from tinkex.server.requests import page_of, service_of, tenant_of
+from tinkex.server.service import Service
+from tinkex.server.steps import steps_of
+from tinkex.store.records import Operation
+
+MOST_OPERATIONS = 5000
+MOST_QUEUED = 100
+
+
+async def run_steps(request: Request) -> Response:
+    service, tenant = service_of(request), tenant_of(request)
+    run = await own_run(service, tenant, request.path_params["run_id"])
+    try:
+        after = int(request.query_params.get("after_seq_id", -1))
+    except ValueError:
+        raise bad("after_seq_id must be a whole number.", "bad_page") from None
+    rows = await service.db(service.store.done_since, run.id, after, MOST_OPERATIONS)
+    steps = steps_of(rows, is_cut=len(rows) == MOST_OPERATIONS)
+    lane = await service.worker.lane(run.id)
+    return answer(
+        {
+            "steps": steps,
+            "next_seq_id": steps[-1]["seq_id"] if steps else after,
+            "is_active": lane is not None and bool(lane.waiting or lane.running),
+        }
+    )
+
+
+async def service_state(request: Request) -> Response:
+    service, tenant = service_of(request), tenant_of(request)
+    engine, worker = service.engine.state, service.worker
+    own = worker.waiting(tenant)
+    checkpoints, size_bytes = await service.db(service.store.usage, tenant)
+    return answer(
+        {
+            "version": __version__,
+            "tenant": tenant,
+            "uses_keys": await service.access.uses_keys(),
+            "is_ready": engine.is_ready and not worker.halt,
+            "reason": worker.halt if engine.is_ready else engine.reason or "The engine is starting.",
+            "models": service.catalog.names,
+            "queue": [_queued(service, row.request_id) for row in own[:MOST_QUEUED]],
+            "queued_operations": len(own),
+            "queued_operations_of_others": worker.queued - len(own),
+            "queued_samples": service.sampling.queued,
+            "running_samples": service.sampling.running,
+            "adapters": len(worker.resident()),
+            "engine_bytes": engine.rss_bytes,
+            "engine_restarts": max(engine.generation - 1, 0),
+            "checkpoints": checkpoints,
+            "checkpoint_bytes": size_bytes,
+        }
+    )
+
+
+async def failed_operations(request: Request) -> Response:
+    service, tenant = service_of(request), tenant_of(request)
+    offset, limit = page_of(request, 50)
+    rows, total = await service.db(service.store.failures, tenant, offset, limit)
+    return answer({"operations": [_failed(row) for row in rows], "cursor": views.cursor(offset, limit, total)})
+
+
+def _queued(service: Service, request_id: str) -> dict[str, object]:
+    pending = service.worker.pending(request_id)
+    assert pending is not None
+    state, reason = service.worker.queue_of(pending)
+    return {
+        "run_id": pending.run_id,
+        "seq_id": pending.seq_id,
+        "kind": pending.kind,
+        "tokens": pending.cost_tokens,
+        "waiting_s": service.clock.now() - pending.arrived,
+        "state": state,
+        "reason": reason,
+    }
+
+
+def _failed(row: Operation) -> dict[str, object]:
+    return {
+        "request_id": row.request_id,
+        "run_id": row.run_id,
+        "seq_id": row.seq_id,
+        "kind": row.kind,
+        "state": row.state,
+        "time": views.time_text(row.finished_at or row.created_at),
+        "error": row.error or "",
+        "category": row.category or "",
+    }

@@ -1,0 +1,54 @@
+"""A run's journal as steps: all that led to one optimizer step, summed up. Pure; for the console and `run watch`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from tinkex.server import views
+from tinkex.store.records import Operation
+
+TOLD = frozenset({"forward", "forward_backward", "optim_step"})
+
+
+def steps_of(operations: Iterable[Operation], *, is_cut: bool = False) -> list[dict[str, Any]]:
+    """Complete steps. What follows the last optim_step is kept for the next time, unless the list was cut there."""
+    steps: list[dict[str, Any]] = []
+    parts: list[Operation] = []
+    for row in operations:
+        if row.kind in TOLD:
+            parts.append(row)
+        if row.kind == "optim_step":
+            steps.append(_step(parts))
+            parts = []
+    if is_cut and parts and not steps:
+        steps.append(_step(parts))  # thousands of passes without an optim_step: told as one, or nothing ever would be
+    return steps
+
+
+def _step(parts: list[Operation]) -> dict[str, Any]:
+    last = parts[-1]
+    metrics: dict[str, float] = {}
+    for row in parts:
+        metrics |= row.metrics or {}
+    rate = metrics.pop("learning_rate", None)
+    return {
+        "seq_id": last.seq_id,
+        "time": views.time_text(last.finished_at or last.created_at),
+        "loss": _loss(row for row in parts if row.kind == "forward_backward"),
+        "evaluation_loss": _loss(row for row in parts if row.kind == "forward"),
+        "learning_rate": rate,
+        "tokens": sum(row.cost_tokens for row in parts),
+        "seconds": sum(row.engine_s or 0.0 for row in parts),
+        "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
+    }
+
+
+def _loss(passes: Iterable[Operation]) -> float | None:
+    """One number for all passes of a step: a client may have cut one batch into several."""
+    found = [row.metrics for row in passes if row.metrics and "loss:sum" in row.metrics]
+    if not found:
+        return None
+    total, weight = (math.fsum(metrics.get(name, 0.0) for metrics in found) for name in ("loss:sum", "weight:sum"))
+    return total / weight if weight else total

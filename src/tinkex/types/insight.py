@@ -1,0 +1,86 @@
+"""What a service of our own tells about work: a run's steps, the queue, what failed. The hosted service has no such."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Literal
+
+from tinkex.types.base import Value, field
+from tinkex.types.weights import Cursor
+
+
+class RunStep(Value):
+    """What led to one `optim_step`, and it: forward_backward calls summed up."""
+
+    seq_id: int
+    """The number of the step's last operation: ask for the steps after it."""
+    time: dt.datetime
+    loss: float | None = None
+    """Mean over the weights of its data, or the sum where a loss has no weights."""
+    evaluation_loss: float | None = None
+    """The same of `forward` calls since the step before."""
+    learning_rate: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    """The engine's time."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Those of the last operations, as they were answered."""
+
+
+class RunStepsResponse(Value):
+    steps: list[RunStep]
+    next_seq_id: int
+    """Pass it as `after_seq_id` to get what comes next."""
+    is_active: bool = False
+    """Whether operations of the run are waiting or running."""
+
+
+class QueuedOperation(Value):
+    run_id: str
+    seq_id: int
+    kind: str
+    tokens: int = 0
+    waiting_s: float = 0.0
+    state: str = ""
+    reason: str = ""
+
+
+class ServiceState(Value):
+    """The service as one tenant may see it. Of other tenants only sums are told."""
+
+    version: str
+    tenant: str
+    uses_keys: bool = False
+    is_ready: bool
+    reason: str = ""
+    """Why it is not ready, or why nothing new is started."""
+    models: list[str] = field(default_factory=list)
+    queue: list[QueuedOperation] = field(default_factory=list)
+    """Yours, the longest waiting first; at most a hundred."""
+    queued_operations: int = 0
+    queued_operations_of_others: int = 0
+    queued_samples: int = 0
+    """Of all tenants."""
+    running_samples: int = 0
+    adapters: int = 0
+    """In the engine's memory, of all tenants."""
+    engine_bytes: int = 0
+    engine_restarts: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+
+
+class FailedOperation(Value):
+    request_id: str
+    run_id: str
+    seq_id: int
+    kind: str
+    state: Literal["failed", "refused"]
+    time: dt.datetime
+    error: str = ""
+    category: str = ""
+
+
+class FailedOperationsResponse(Value):
+    operations: list[FailedOperation]
+    cursor: Cursor
