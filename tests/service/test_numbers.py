@@ -86,6 +86,21 @@ def test_a_second_client_goes_on_with_a_live_run(live: LiveServer, service: tink
         assert saved(live, second, "end") == saved(live, whole, "end")
 
 
+def test_a_client_that_goes_on_with_a_run_gets_samplers_of_its_own(live: LiveServer) -> None:
+    prompt, greedy = tinkex.ModelInput.from_ints([5, 6, 7]), tinkex.SamplingParams(max_tokens=4, temperature=0.0)
+    with tinkex.ServiceClient(base_url=live.url, api_key="tml-test") as service:
+        first = new_run(service, 4)
+        early = first.save_weights_and_get_sampling_client()
+        with tinkex.ServiceClient(base_url=live.url, api_key="tml-test") as another:
+            second = another.create_training_client_from_run(first.model_id)
+            for number in range(3):
+                step(second, number)
+            late = second.save_weights_and_get_sampling_client()
+            logprobs = [sampler.compute_logprobs(prompt).result(60) for sampler in (early, late)]
+            assert logprobs[0] != logprobs[1]
+            assert late.sample(prompt, 1, greedy).result(60).sequences
+
+
 def test_the_same_program_without_a_seed_gives_the_same_numbers_twice(live: LiveServer) -> None:
     found = []
     for _ in range(2):

@@ -105,6 +105,9 @@ class Perform:
         now = self._clock.wall()
         if is_ephemeral:
             sampler_id = f"{run.session_id}:sample:{options['sampling_session_seq_id']}"
+            if await self._db(self._store.get_sampler, sampler_id) is not None:
+                # A client that goes on with a run of an earlier session counts its samplers from 0 again.
+                sampler_id = f"{sampler_id}:{pending.seq_id}"
             sampler = Sampler(
                 id=sampler_id,
                 tenant=run.tenant,
