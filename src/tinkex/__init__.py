@@ -1,7 +1,7 @@
 """The Tinker API everywhere: fine-tune language models from a loop on your own machine.
 
 Names load on first use, so `import tinkex` costs milliseconds. The public names are those of the official `tinker`
-package, and a few of our own: `local`, `on`, `Config`, `SampleStream`.
+package, and a few of our own: `local`, `on`, `progress`, `Config`, `SampleStream`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _HOMES = {
     "tinkex.embed": ("local",),
     "tinkex.settings": ("Config",),
     "tinkex.events": ("on",),
+    "tinkex.watch.progress": ("progress",),
     "tinkex.errors": (
         "TinkexError", "TinkerError", "ConfigError", "ValidationError", "MissingExtra", "ClosedError",
         "DeadlineExceeded", "WrongThread", "StreamAlreadyConsumed", "ResultExpired", "RequestFailedError",
@@ -84,3 +85,4 @@ if TYPE_CHECKING:
     from tinkex.events import on as on
     from tinkex.settings import Config as Config
     from tinkex.types import *  # noqa: F403
+    from tinkex.watch.progress import progress as progress

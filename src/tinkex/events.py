@@ -1,18 +1,45 @@
 """A local event bus: `tinkex.on("retry", print)`. Nothing here leaves the process.
 
-Events are frozen records with ids and timings; they never hold a body, a header or a key. Listeners run on the
-SDK's loop thread: they must be quick and must not call the SDK and wait. A listener that raises is logged and kept.
+Events are frozen records with ids, counts and timings; they never hold a body, a header or a key. Listeners run on
+the SDK's loop thread ("start": on the caller's): they must be quick and must not call the SDK and wait. A listener that
+raises is logged and kept.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tinkex.errors import ValidationError
 
 log = logging.getLogger("tinkex.events")
+
+
+class Usage(NamedTuple):
+    """What an operation takes in tokens, by the kinds that services price. Zeros if nobody listened when it began."""
+
+    train_tokens: int = 0
+    """Of forward_backward, and of the second pass of a custom loss."""
+    prefill_tokens: int = 0
+    """Of forward, of the first pass of a custom loss, and of the prompts of samples (once, however many samples)."""
+    sampled_tokens: int = 0
+    """Known when the sample has ended."""
+    base_model: str = ""
+    """Empty where the client does not know it, as for a sampler made from a path."""
+
+
+class StartEvent(NamedTuple):
+    """A training or sampling client was told to do something; nothing of it has been sent yet."""
+
+    operation: str
+    model_id: str
+    number: int
+    """The operation's: its `StepEvent` has the same. Counts up in this process."""
+    usage: Usage = Usage()
+    session_id: str = ""
 
 
 class RequestEvent(NamedTuple):
@@ -52,6 +79,9 @@ class QueueEvent(NamedTuple):
     request_id: str
     state: str
     reason: str | None
+    model_id: str = ""
+    session_id: str = ""
+    number: int = 0
 
 
 class StepEvent(NamedTuple):
@@ -68,11 +98,17 @@ class StepEvent(NamedTuple):
     compute_s: float
     fetch_s: float
     error: str = ""
+    number: int = 0
+    usage: Usage = Usage()
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """Those of the answer; of an optim_step also `learning_rate`, as it was given."""
+    session_id: str = ""
 
 
-Event = RequestEvent | RetryEvent | PollEvent | QueueEvent | StepEvent
-NAMES = ("request", "retry", "poll", "queue", "step")
+Event = StartEvent | RequestEvent | RetryEvent | PollEvent | QueueEvent | StepEvent
+NAMES = ("start", "request", "retry", "poll", "queue", "step")
 _listeners: dict[str, tuple[Callable[[Any], object], ...]] = dict.fromkeys(NAMES, ())
+_changing = threading.Lock()
 
 
 def on(event: str, listener: Callable[[Any], object]) -> Callable[[], None]:
@@ -84,10 +120,12 @@ def on(event: str, listener: Callable[[Any], object]) -> Callable[[], None]:
     """
     if event not in _listeners:
         raise ValidationError(f"There is no event {event!r}. Events: {', '.join(NAMES)}.")
-    _listeners[event] = (*_listeners[event], listener)
+    with _changing:
+        _listeners[event] = (*_listeners[event], listener)
 
     def stop() -> None:
-        _listeners[event] = tuple(kept for kept in _listeners[event] if kept is not listener)
+        with _changing:
+            _listeners[event] = tuple(kept for kept in _listeners[event] if kept is not listener)
 
     return stop
 
@@ -95,6 +133,11 @@ def on(event: str, listener: Callable[[Any], object]) -> Callable[[], None]:
 def wanted(event: str) -> bool:
     """Whether anyone listens: hot paths ask before they build a record."""
     return bool(_listeners[event])
+
+
+def counts_usage() -> bool:
+    """Whether anyone listens to events that tell tokens."""
+    return bool(_listeners["start"] or _listeners["step"])
 
 
 def emit(event: str, record: Event) -> None:

@@ -160,6 +160,8 @@ class Connection:
         try:
             async with asyncio.timeout(limit_s):
                 value = await work
+            if events.wanted("step"):
+                operation.learn(value)
             self.end(operation, None)  # first, so that who has the result finds the status right
             resolve(future, value)
         except TimeoutError as problem:
@@ -196,6 +198,14 @@ class Connection:
         reason = str(problem).rstrip(".")
         log.warning("No answer from %s (%s). Trying on; `tinkex doctor` finds out why.", self.config.base_url, reason)
 
+    def announce(self, operation: Operation) -> None:
+        """Tell listeners what a client was told to do, before any of it is on its way."""
+        if events.wanted("start"):
+            started = events.StartEvent(
+                operation.kind, operation.model_id, operation.number, operation.usage, operation.session_id
+            )
+            events.emit("start", started)
+
     def begin(self, operation: Operation) -> None:
         """In the operation's own context, a copy of the caller's. Harmless if it has begun already."""
         self.in_flight[id(operation)] = operation
@@ -223,7 +233,8 @@ class Connection:
             operation.kind, operation.model_id, operation.seq_id or 0, operation.request_id or "", error is None,
             now - operation.created_at, accepted_at - operation.created_at, min(operation.queue_s, waited),
             max(waited - operation.queue_s - operation.fetch_s, 0.0), operation.fetch_s,
-            "" if error is None else type(error).__name__,
+            "" if error is None else type(error).__name__, operation.number, operation.usage, operation.metrics,
+            operation.session_id,
         )  # fmt: skip
         self.stats.count_step(step)
         _tracing.end(operation, step)

@@ -16,15 +16,16 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from tinkex.client._connection import Connection
-from tinkex.client._operation import Operation, QueueObserver
+from tinkex.client._operation import NO_METRICS, NO_USAGE, Operation, QueueObserver
 from tinkex.client._session import Session
 from tinkex.client._submit import submit
 from tinkex.client.future import APIFuture, reject
 from tinkex.errors import ClosedError, DeadlineExceeded, WrongThread
+from tinkex.events import Usage
 from tinkex.wire.body import Body
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
@@ -83,8 +84,19 @@ class Lane:
         self._unseen: deque[APIFuture[Any]] = deque(maxlen=16)
         _lanes.add(self)
 
-    def submit(self, kind: str, program: Program[T], count: int = 1) -> APIFuture[T]:
-        """Queue an operation that will send `count` requests. Returns at once, from any thread."""
+    def submit(
+        self,
+        kind: str,
+        program: Program[T],
+        count: int = 1,
+        *,
+        usage: Usage = NO_USAGE,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> APIFuture[T]:
+        """Queue an operation that will send `count` requests. Returns at once, from any thread.
+
+        `usage`, and `metrics` that are known beforehand, are for its events.
+        """
         if getattr(inside_custom_loss, "lane", None) is self:
             raise WrongThread(
                 f"{kind} was called inside the custom loss of the same training client, which holds the queue until "
@@ -99,8 +111,10 @@ class Lane:
         self._report_unseen()
         operation = Operation(kind, connection.clock.now(), model_id=self.model_id, session=self._session)
         operation.observers = (self._observer,)
+        operation.usage, operation.metrics = usage, metrics
         future: APIFuture[T] = APIFuture(operation)
         operation.future = future
+        connection.announce(operation)
         with self._lock:
             seq_ids = range(self.next_seq_id, self.next_seq_id + count)
             self.next_seq_id += count

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from tinkex.events import Usage
 
 if TYPE_CHECKING:
     from tinkex.client.future import APIFuture
 
 QueueObserver = Callable[[str, str | None], object]
+NO_USAGE = Usage()
+NO_METRICS: Mapping[str, float] = {}
+_numbers = itertools.count(1)
 
 
 class Owner(Protocol):
     """The session an operation belongs to; the operation keeps it alive."""
+
+    @property
+    def session_id(self) -> str | None: ...
 
     def state(self) -> str: ...
 
@@ -40,8 +49,8 @@ class Operation:
 
     __slots__ = (
         "accepted_at", "attempts", "created_at", "fetch_s", "future", "is_part", "kind", "last_answer_at",
-        "last_error", "model_id", "note", "observers", "polls", "queue_reason", "queue_s", "queue_state", "request_id",
-        "seq_id", "session", "span", "state",
+        "last_error", "metrics", "model_id", "note", "number", "observers", "polls", "queue_reason", "queue_s",
+        "queue_state", "request_id", "seq_id", "session", "span", "state", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +63,9 @@ class Operation:
         session: Owner | None = None,
     ) -> None:
         self.kind = kind
+        self.number = next(_numbers)
+        self.usage = NO_USAGE
+        self.metrics = NO_METRICS
         self.seq_id = seq_id
         self.model_id = model_id
         self.created_at = now
@@ -80,6 +92,17 @@ class Operation:
     @property
     def name(self) -> str:
         return self.kind if self.seq_id is None else f"{self.kind} seq {self.seq_id}"
+
+    @property
+    def session_id(self) -> str:
+        return (self.session.session_id if self.session else None) or ""
+
+    def learn(self, answer: Any) -> None:
+        """Note what events tell of an answer: its metrics, how many tokens were sampled."""
+        if isinstance(metrics := getattr(answer, "metrics", None), Mapping):
+            self.metrics = {**self.metrics, **metrics}
+        if sequences := getattr(answer, "sequences", None):
+            self.usage = self.usage._replace(sampled_tokens=sum(len(sequence.tokens) for sequence in sequences))
 
     def status(self, now: float) -> FutureStatus:
         return FutureStatus(

@@ -139,7 +139,8 @@ def _note_queue(operation: Operation, request_id: str, read: Any, took_s: float)
                 except (Exception, SystemExit):
                     log.exception("A queue-state observer of %s failed", operation.name)
             if events.wanted("queue"):
-                events.emit("queue", events.QueueEvent(operation.kind, request_id, state, reason))
+                whose = (operation.model_id, operation.session_id, operation.number)
+                events.emit("queue", events.QueueEvent(operation.kind, request_id, state, reason, *whose))
     _tell(operation, request_id, "pending")
 
 

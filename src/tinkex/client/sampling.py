@@ -19,11 +19,12 @@ from tinkex.client._call import call
 from tinkex.client._connection import Connection
 from tinkex.client._dispatch import Sample, cancel_on_service, run_sample
 from tinkex.client._handle import Handle
-from tinkex.client._operation import Operation
+from tinkex.client._operation import NO_USAGE, Operation
 from tinkex.client._session import Session
 from tinkex.client.future import APIFuture
 from tinkex.client.stream import SampleStream
 from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
+from tinkex.events import Usage, counts_usage
 from tinkex.types import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
@@ -120,6 +121,8 @@ class SamplingClient(Handle):
             session=self._session,
         )
         operation.observers = (self._observe,)
+        operation.usage = self._usage(prompt)
+        connection.announce(operation)
         if connection.dialect is not None:
             write_prompt(prompt, connection.dialect)  # the long part of the body, on the caller's thread
         future = connection.run(operation, lambda: run_sample(connection, operation, self, request))
@@ -282,6 +285,11 @@ class SamplingClient(Handle):
                 pass
         # Drawn where it cannot be asked for. Wide enough that siblings do not meet, and all numbers fit 64 bits.
         return random.SystemRandom().randrange(1 << 20, 1 << 33)
+
+    def _usage(self, prompt: ModelInput) -> Usage:
+        if not counts_usage():
+            return NO_USAGE
+        return Usage(prefill_tokens=_validate.input_length(prompt) or 0, base_model=self.base_model or "")
 
     def _batch(self, connection: Connection) -> Batch:
         if self._batch_of is None or self._batch_of[0] is not connection:

@@ -138,6 +138,8 @@ class SampleStream:
         if seq_id is None:
             seq_id = await self._client._join(connection, operation)
         operation.seq_id = seq_id
+        operation.usage = self._client._usage(self._request.prompt)
+        connection.announce(operation)
         body = self._request.body(self._client._sampling_session_id, seq_id, dialect)
         headers = {
             **connection.base_headers,
@@ -159,6 +161,7 @@ class SampleStream:
                         yield _token(event.data)
                     elif event.event == "done":
                         self.response = json_codec.read_content(SampleResponse, event.data.encode())
+                        operation.learn(self.response)
                         for index, sequence in enumerate(self.response.sequences):
                             yield StreamChunk(index, [], None, sequence.stop_reason)
                         return

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from tinkex.client import _chunks, _validate, custom_loss
 from tinkex.client._handle import Handle, warn_of_retry_config
 from tinkex.client._lane import Lane, Turn, inside_custom_loss
+from tinkex.client._operation import NO_METRICS, NO_USAGE
 from tinkex.client._session import Session
 from tinkex.client._worker import in_thread
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.client.future import APIFuture
 from tinkex.errors import TinkexError, ValidationError
+from tinkex.events import Usage, counts_usage
 from tinkex.types import (
     AdamParams,
     Datum,
@@ -95,7 +97,9 @@ class TrainingClient(Handle):
             raise ValidationError(f"forward_backward_custom takes a function, got {type(loss_fn).__name__}.")
         kept = _validate.check_data(data, None)
         chunks = self._split(kept)
-        return self._lane.submit("forward_backward_custom", self._custom(kept, chunks, loss_fn), 2 * len(chunks))
+        usage = self._usage(kept, trains=True, prefills=True)
+        program = self._custom(kept, chunks, loss_fn)
+        return self._lane.submit("forward_backward_custom", program, 2 * len(chunks), usage=usage)
 
     async def forward_backward_custom_async(
         self, data: Sequence[Datum], loss_fn: CustomLossFn, *, loss_type_input: str | None = None
@@ -118,10 +122,12 @@ class TrainingClient(Handle):
         if given is None:
             raise ValidationError("optim_step needs its parameters, for example AdamParams(learning_rate=1e-4).")
         params = _validate.check_adam(given)
+        rate: float | None = getattr(params, "learning_rate", None)  # an optimizer of the future may have none
         return self._single(
             "optim_step",
             endpoints.OPTIM_STEP,
             lambda seq, dialect: bodies.optim_step(self.model_id, seq, params, dialect=dialect),
+            metrics=NO_METRICS if rate is None else {"learning_rate": rate},
         )
 
     async def optim_step_async(
@@ -317,14 +323,23 @@ class TrainingClient(Handle):
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        chunks = self._split(_validate.check_data(data, loss_fn))
+        kept = _validate.check_data(data, loss_fn)
+        chunks = self._split(kept)
         config = _validate.check_loss_config(loss_fn_config)
 
         async def program(turn: Turn) -> Coroutine[Any, Any, ForwardBackwardOutput]:
             waits = await _send_chunks(turn, endpoint, self.model_id, chunks, loss_fn, config)
             return _joined(waits, endpoint is endpoints.FORWARD)
 
-        return self._lane.submit(kind, program, len(chunks))
+        is_forward = endpoint is endpoints.FORWARD
+        usage = self._usage(kept, trains=not is_forward, prefills=is_forward)
+        return self._lane.submit(kind, program, len(chunks), usage=usage)
+
+    def _usage(self, data: list[Datum], *, trains: bool, prefills: bool) -> Usage:
+        if not counts_usage():
+            return NO_USAGE
+        tokens = sum(_validate.input_length(datum.model_input) or 0 for datum in data)
+        return Usage(tokens * trains, tokens * prefills, base_model=self.base_model or "")
 
     def _custom(
         self, data: list[Datum], chunks: list[list[Datum]], loss_fn: CustomLossFn
@@ -357,12 +372,13 @@ class TrainingClient(Handle):
         endpoint: Endpoint,
         encode: Callable[[int, Dialect], Body],
         read: Callable[[Any], Any] | None = None,
+        metrics: Mapping[str, float] = NO_METRICS,
     ) -> APIFuture[Any]:
         async def program(turn: Turn) -> Coroutine[Any, Any, Any]:
             wait = await turn.send(endpoint, encode)
             return wait if read is None else _then(wait, read)
 
-        return self._lane.submit(kind, program)
+        return self._lane.submit(kind, program, metrics=metrics)
 
     def _load(self, path: str, *, optimizer: bool, weights_access_token: str | None) -> APIFuture[LoadWeightsResponse]:
         _validate.check_state_path(path)

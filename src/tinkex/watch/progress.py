@@ -1,0 +1,283 @@
+"""`tinkex.progress(training, steps=100)`: one line about a training loop, its cost, and a budget that ends it.
+
+It listens to the SDK's events and asks nothing of the service. It never gets in the loop's way: what it cannot draw it
+leaves out, and what it cannot know it does not show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from tinkex import events
+from tinkex.clock import REAL, Clock
+from tinkex.errors import ConfigError, ValidationError
+from tinkex.watch import curve as curves
+from tinkex.watch import prices as price_tables
+from tinkex.watch import screen as screens
+from tinkex.watch.line import can_encode
+from tinkex.watch.prices import Price, Prices, PriceTable
+from tinkex.watch.report import Report
+from tinkex.watch.tally import StepRecord, Tally
+
+if TYPE_CHECKING:
+    from tinkex.client.sampling import SamplingClient
+    from tinkex.client.training import TrainingClient
+
+WAIT_S = 0.2
+ROUNDING = 1e-9
+"""Sums of floats come out a little beside the figure that the caller has in mind."""
+
+
+def progress(
+    training: TrainingClient,
+    steps: int | None = None,
+    *,
+    prices: PriceTable | None = None,
+    budget: float | None = None,
+    start: int = 0,
+    samplers: Sequence[SamplingClient] | None = None,
+    label: str = "",
+    file: Any = None,
+    live: bool | None = None,
+    every_s: float = 0.2,
+) -> Progress:
+    """Show a training loop: step, loss, tokens, time left, why it waits, and what it costs.
+
+    Iterate over it for the numbers of the steps, or let it count optim_steps by itself. `prices` are per base model
+    and million tokens: a mapping, or the path of a TOML or JSON file. With a `budget` the iteration ends before a step
+    that would pass it. `start` is the first step of a resumed run. Samples of all samplers of the same `ServiceClient`
+    count, unless `samplers` names some. It is written to stderr, or to `file`; `live` overrules whether one line is
+    drawn over.
+
+    >>> training = service.create_lora_training_client("Qwen/Qwen3-8B")
+    >>> datum = tinkex.Datum(tinkex.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0, 1]})
+    >>> with tinkex.progress(training, steps=3) as progress:
+    ...     for step in progress:
+    ...         passed = training.forward_backward([datum], "cross_entropy")
+    ...         stepped = training.optim_step(tinkex.AdamParams(learning_rate=1e-3))
+    >>> [record.tokens for record in progress.history]
+    [2, 2, 2]
+    """
+    return Progress(
+        training,
+        steps,
+        prices=prices,
+        budget=budget,
+        start=start,
+        samplers=samplers,
+        label=label,
+        file=file,
+        live=live,
+        every_s=every_s,
+    )
+
+
+class Progress:
+    """Made by `tinkex.progress`. A context manager and an iterator; all its numbers may be read at any time."""
+
+    def __init__(
+        self,
+        training: TrainingClient,
+        steps: int | None = None,
+        *,
+        prices: PriceTable | None = None,
+        budget: float | None = None,
+        start: int = 0,
+        samplers: Sequence[SamplingClient] | None = None,
+        label: str = "",
+        file: Any = None,
+        live: bool | None = None,
+        every_s: float = 0.2,
+        clock: Clock = REAL,
+    ) -> None:
+        _check(steps, start, budget, prices is not None)
+        self.steps, self.budget = steps, budget
+        self.stopped_by: Literal["", "steps", "budget"] = ""
+        """Why the iteration ended by itself."""
+        self._prices: Prices | None = None if prices is None else price_tables.read(prices)
+        price: Price | None = None
+        if self._prices is not None:
+            price = self._prices.of(training.base_model or training.get_info().model_data.model_name or "")
+        self._clock, self._start = clock, start
+        self._file, self._live, self._every_s = file, live, max(every_s, 0.01)
+        self._tally = Tally(
+            training.model_id,
+            training._session.session_id or "",
+            None if samplers is None else frozenset(sampler._sampling_session_id for sampler in samplers),
+            clock,
+            self._prices,
+            price,
+            start,
+        )
+        self._report = Report(self._tally, steps, self._prices, budget, label, clock)
+        self._screen: screens.Screen | None = None
+        self._stops: list[Callable[[], None]] = []
+        self._pid = 0
+        self._ended_s: float | None = None
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> list[StepRecord]:
+        """One record per optim_step: step, loss, tokens, seconds, learning_rate, cost."""
+        return list(self._tally.history)
+
+    @property
+    def notes(self) -> dict[str, list[curves.Point]]:
+        """What `note` was told, by name."""
+        return self._report.notes
+
+    @property
+    def step(self) -> int:
+        """How many steps are done, with those before `start`."""
+        return self._tally.step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all kinds that have been worked on."""
+        return self._tally.tokens
+
+    @property
+    def seconds(self) -> float:
+        return self._clock.now() - self._tally.began if self._ended_s is None else self._ended_s
+
+    @property
+    def cost(self) -> float | None:
+        """Of everything that was called for and has not failed; None without prices."""
+        return None if self._prices is None else self._tally.cost
+
+    @property
+    def expected_cost(self) -> float | None:
+        """What all steps should cost, by the mean of the last ones; None if that cannot be told yet."""
+        if self._prices is None or self.steps is None:
+            return None
+        return self._tally.cost_at(self.steps)
+
+    @property
+    def is_over_budget(self) -> bool:
+        return self.budget is not None and self._tally.cost > self.budget + ROUNDING
+
+    # -- use --------------------------------------------------------------------------------------------------------
+
+    def note(self, **numbers: float) -> None:
+        """Show numbers of your own beside the loss, such as a reward: `progress.note(reward=0.4)`."""
+        step = self._tally.given or self._tally.step + 1
+        for name, value in numbers.items():
+            self.notes.setdefault(name, []).append(curves.Point(step, float(value)))
+
+    def print(self, *values: object) -> None:
+        """Like `print`, above the line and without spoiling it."""
+        text = " ".join(map(str, values))
+        if self._screen is None:
+            print(text, file=self._file or screens.default_file())
+        else:
+            self._screen.print(text)
+
+    def curve(self, name: str = "loss", *, width: int = 72, height: int = 12) -> str:
+        """The loss over the steps as text, or what was noted under another name."""
+        if name == "loss":
+            points = [curves.Point(record.step, record.loss) for record in self.history if record.loss is not None]
+        elif name in self.notes:
+            points = list(self.notes[name])
+        else:
+            raise ValidationError(f"There is no curve of {name!r}. There are: {', '.join(['loss', *self.notes])}.")
+        encoding = getattr(self._file or screens.default_file(), "encoding", None)
+        return curves.draw(points, name, width, height, is_ascii=not can_encode("⣿└", encoding))
+
+    def __iter__(self) -> Iterator[int]:
+        """The steps, counted from 0 (or `start`), until they are done or the budget is."""
+        if self._screen is not None:
+            yield from self._steps()
+            return
+        with self:
+            yield from self._steps()
+
+    def __enter__(self) -> Self:
+        if self._pid:
+            raise ValidationError("This progress has been used already. Make another with tinkex.progress(...).")
+        self._pid = os.getpid()
+        self._tally.begin()
+        file = screens.default_file() if self._file is None else self._file
+        self._stops = [
+            events.on("start", self._tally.started),
+            events.on("step", self._tally.ended),
+            events.on("queue", self._tally.queued),
+        ]
+        self._screen = screens.show(self._report, file, self._live, self._every_s)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child: the line, and the work it tells of, are the parent's
+        try:
+            self._tally.last_step()
+            while problem is None and not self._tally.wait(WAIT_S):
+                pass  # the line lives on until what was called for has ended
+        except BaseException as interruption:
+            problem = interruption
+            raise
+        finally:
+            self._end(problem)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._tally.last_step()
+            while problem is None and not self._tally.wait(0):
+                await asyncio.sleep(WAIT_S / 4)
+        except BaseException as interruption:
+            problem = interruption
+            raise
+        finally:
+            self._end(problem)
+
+    # -- private ----------------------------------------------------------------------------------------------------
+
+    def _steps(self) -> Iterator[int]:
+        step = max(self._tally.given, self._start)
+        while self.steps is None or step < self.steps:
+            # What has been sent counts too: a loop that runs ahead of its results ends no later than one that waits.
+            if self.budget is not None and self._tally.cost + self._tally.step_cost() > self.budget + ROUNDING:
+                self.stopped_by = "budget"
+                return
+            self._tally.next_step()
+            yield step
+            step += 1
+        self.stopped_by = "steps"
+
+    def _end(self, problem: BaseException | None) -> None:
+        for stop in self._stops:
+            stop()
+        self._ended_s = self.seconds
+        if self._screen is not None:
+            self._screen.remove(self._report, self._report.last(problem, self.stopped_by, self.seconds))
+        self._screen = None
+
+    def __repr__(self) -> str:
+        return f"<Progress: {self._report.last(None, self.stopped_by, self.seconds)}>"
+
+
+def _check(steps: int | None, start: int, budget: float | None, has_prices: bool) -> None:
+    if steps is not None and (not isinstance(steps, int) or steps < 0):
+        raise ValidationError(f"steps is {steps!r}; it must be a whole number from 0 up, or None for no end.")
+    if not isinstance(start, int) or start < 0:
+        raise ValidationError(f"start is {start!r}; it must be the number of steps done before, from 0 up.")
+    if budget is None:
+        return
+    if not budget > 0:
+        raise ConfigError(f"budget is {budget!r}; it must be an amount above 0.")
+    if not has_prices:
+        raise ConfigError(
+            "A budget needs prices: pass prices={base_model: {'train': ..., 'prefill': ..., 'sample': ...}}, per "
+            "million tokens, or the path of a TOML or JSON file."
+        )

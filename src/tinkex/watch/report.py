@@ -1,0 +1,109 @@
+"""What a progress says: the line while it runs, whole lines now and then for a file, the last line, a warning."""
+
+from __future__ import annotations
+
+from tinkex.clock import Clock
+from tinkex.watch.curve import Point
+from tinkex.watch.line import Part, bar, clean, duration, fit, money, number, plural
+from tinkex.watch.prices import CURRENCY, Prices
+from tinkex.watch.tally import Tally
+
+TENTH_S, LINE_S, QUIET_S = 1.0, 10.0, 60.0
+"""Least seconds between two whole lines: at a tenth of the way, when something has changed, when nothing has."""
+
+
+class Report:
+    """Reads a tally and makes text of it. `notes` are the caller's own numbers, by name."""
+
+    def __init__(
+        self, tally: Tally, steps: int | None, prices: Prices | None, budget: float | None, label: str, clock: Clock
+    ) -> None:
+        self._tally, self._steps, self._prices, self._budget, self._clock = tally, steps, prices, budget, clock
+        self._name = f"{clean(label)}: " if label else ""
+        self._has_warned = False
+        self._said_at, self._said = clock.now(), (tally.step, "")
+        self.notes: dict[str, list[Point]] = {}
+
+    def live(self, width: int) -> str:
+        """The line as it is now, no wider than `width`."""
+        return fit(self._parts(with_bar=True), width)
+
+    def due(self) -> str | None:
+        """A whole line, if it is time for one."""
+        now, step, queue = self._clock.now(), self._tally.step, self._queue()
+        said_step, said_queue = self._said
+        if self._steps and 10 * step // self._steps > 10 * said_step // self._steps:
+            least_s = TENTH_S
+        else:
+            least_s = LINE_S if (step, queue) != (said_step, said_queue) else QUIET_S
+        if now - self._said_at < least_s:
+            return None
+        self._said_at, self._said = now, (step, queue)
+        return fit(self._parts(with_bar=False), 1_000)
+
+    def remark(self) -> str | None:
+        """Once, where nothing but the caller's own code could end a loop that has used up its budget."""
+        if self._has_warned or self._budget is None or self._tally.cost <= self._budget or self._tally.given:
+            return None
+        self._has_warned = True
+        return (
+            f"{self._name}The budget of {self.money(self._budget)} is passed: {self.money(self._tally.cost)} after "
+            f"{plural(self._tally.step, 'step')}. Iterate over the progress to be stopped, or ask is_over_budget."
+        )
+
+    def last(self, problem: BaseException | None, stopped_by: str, seconds: float) -> str:
+        """`100 steps · loss 2.31 → 0.42 · 48,200 tokens · 1 min 12 s · $0.03`"""
+        tally, steps, done = self._tally, self._steps, self._tally.step
+        total = "" if steps is None else f" of {steps:,}"
+        if problem is not None:
+            where = f"in step {tally.given:,}" if tally.given else f"after step {done:,}"
+            by = "" if isinstance(problem, GeneratorExit) else f" by {type(problem).__name__}"  # left with `break`
+            head = f"stopped {where}{total}{by}"
+        else:
+            head = plural(done, "step") if steps in (None, done) else f"{done:,}{total} steps"
+        if stopped_by == "budget" and self._budget is not None:
+            head += f", stopped by the budget of {self.money(self._budget)}"
+        said = [f"{name} {number(values[0])} → {number(values[-1])}" for name, values in self._curves()]
+        tokens = [plural(tally.tokens, "token")] if tally.tokens else []
+        cost = [self._cost()] if self._prices is not None else []
+        cost += [
+            f"{plural(count, 'token')} of {name} without a price" for name, count in sorted(tally.unpriced.items())
+        ]
+        return " · ".join([self._name + head, *said, *tokens, duration(seconds), *cost])
+
+    def money(self, amount: float) -> str:
+        return money(amount, CURRENCY if self._prices is None else self._prices.currency)
+
+    def _parts(self, *, with_bar: bool) -> list[Part]:
+        tally, steps, step = self._tally, self._steps, self._tally.step
+        rate, left_s = tally.tokens_per_s(), None if steps is None else tally.seconds_left(steps)
+        at_end = None if steps is None or self._prices is None else tally.cost_at(steps)
+        return [
+            Part(f"{self._name}step {step:,}" + ("" if steps is None else f"/{steps:,}")),
+            Part(bar(step, steps) if with_bar and steps else "", 7),
+            *(Part(f"{name} {number(values[-1])}", 1) for name, values in self._curves()),
+            Part(plural(tally.tokens, "token") if tally.tokens else "", 6),
+            Part(f"{rate:,.0f} tokens/s" if rate else "", 5),
+            Part("" if left_s is None or step == steps else f"{duration(left_s)} left", 2),
+            Part(
+                "" if self._prices is None else self._cost(),
+                3,
+                "" if at_end is None else f"of about {self.money(at_end)}",
+            ),
+            Part(self._queue()),
+        ]
+
+    def _cost(self) -> str:
+        return ("≥ " if self._tally.unpriced else "") + self.money(self._tally.cost)
+
+    def _curves(self) -> list[tuple[str, list[float]]]:
+        """The loss and what was noted, where there is any."""
+        losses = [record.loss for record in list(self._tally.history) if record.loss is not None]
+        noted = [(clean(name), [point.value for point in points]) for name, points in list(self.notes.items())]
+        return [(name, values) for name, values in [("loss", losses), *noted] if values]
+
+    def _queue(self) -> str:
+        if (queue := self._tally.queue()) is None:
+            return ""
+        state, reason = queue
+        return clean(f"queue {state}: {reason}" if reason else f"queue {state}")

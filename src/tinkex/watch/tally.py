@@ -1,0 +1,281 @@
+"""What the events of one training client add up to: steps, loss, tokens, cost, the pace, the queue. Draws nothing.
+
+Events come on the SDK's loop thread (`started`: on the caller's) and are only noted. Results are taken in the order of
+the calls: an optim_step's small answer may arrive before the large one of the pass whose gradient it applied.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from statistics import fmean
+from typing import NamedTuple
+
+from tinkex.clock import Clock
+from tinkex.events import QueueEvent, StartEvent, StepEvent, Usage
+from tinkex.watch.prices import Price, Prices
+
+RECENT = 10
+"""Steps over which pace and cost per step are averaged: an average since the beginning tells little about now."""
+SAMPLES = ("sample", "stream")
+PASSES = ("forward_backward", "forward_backward_custom")
+
+
+class StepRecord(NamedTuple):
+    """One `optim_step` and what led to it. Tokens, seconds and cost are this step's own."""
+
+    step: int
+    loss: float | None
+    """Per unit of weight where the service tells `weight:sum`, else the sum. None where it tells no loss."""
+    tokens: int
+    seconds: float
+    learning_rate: float | None
+    cost: float | None
+
+
+class Queue(NamedTuple):
+    """Why an operation waits, in the service's words."""
+
+    state: str
+    reason: str
+
+
+class Mark(NamedTuple):
+    """Where things stood when a step had ended."""
+
+    time: float
+    steps: int
+    tokens: int
+
+
+class Tally:
+    """Thread-safe. Whoever made it hands it the events, and calls `next_step` if it iterates."""
+
+    def __init__(
+        self,
+        model_id: str,
+        session_id: str,
+        samplers: frozenset[str] | None,
+        clock: Clock,
+        prices: Prices | None = None,
+        price: Price | None = None,
+        first_step: int = 0,
+    ) -> None:
+        self._model_id, self._session_id, self._samplers = model_id, session_id, samplers
+        self._clock, self._prices, self._price = clock, prices, price
+        self._changed = threading.Condition()
+        self._open: dict[int, StepEvent | None] = {}
+        self._order: deque[int] = deque()
+        self._samples: dict[int, Usage] = {}
+        self._losses: list[StepEvent] = []
+        self._first_step = first_step
+        self._optim_calls = self._optim_ends = 0
+        self._given = self._closed = self._given_done = 0
+        self._ends: deque[int] = deque()
+        self._steps = 0
+        self._paid = 0.0
+        self._step_paid = 0.0
+        self._step_tokens = 0
+        self._step_began = clock.now()
+        self._costs: deque[float] = deque(maxlen=RECENT)
+        self._cost_at_step = 0.0
+        self._marks: deque[Mark] = deque([Mark(self._step_began, first_step, 0)], maxlen=RECENT + 1)
+        self.began = self._step_began
+        self.cost = 0.0
+        """Of everything that was called for and has not failed."""
+        self.unpriced: dict[str, int] = {}
+        """Tokens of models that the price table lacks."""
+        self.tokens = 0
+        self.history: list[StepRecord] = []
+        self._queues: dict[int, Queue] = {}
+
+    def begin(self) -> None:
+        """The clock starts now."""
+        with self._changed:
+            self.began = self._step_began = self._clock.now()
+            self._marks[0] = self._marks[0]._replace(time=self.began)
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def started(self, event: StartEvent) -> None:
+        with self._changed:
+            if event.model_id == self._model_id:
+                self._open[event.number] = None
+                self._order.append(event.number)
+                self._optim_calls += event.operation == "optim_step"
+            elif self._is_our_sample(event):
+                self._samples[event.number] = event.usage
+            else:
+                return
+            self.cost += self._cost(event.usage)
+
+    def ended(self, event: StepEvent) -> None:
+        with self._changed:
+            if event.number in self._samples:
+                self._settle_sample(self._samples.pop(event.number), event)
+            elif event.number in self._open:
+                self._open[event.number] = event
+                if not event.ok:
+                    self.cost -= self._cost(event.usage)
+                while self._order and (first := self._open[self._order[0]]) is not None:
+                    del self._open[self._order.popleft()]
+                    self._settle(first)
+            else:
+                return
+            self._queues.pop(event.number, None)
+            self._changed.notify_all()
+
+    def queued(self, event: QueueEvent) -> None:
+        with self._changed:
+            if event.number in self._open or event.number in self._samples:
+                self._queues[event.number] = Queue(event.state, event.reason or "")
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def next_step(self) -> None:
+        """The caller begins another step of its loop; the one before is done once its optim_steps have ended."""
+        with self._changed:
+            if self._given:
+                self._close_step()
+            self._given += 1
+
+    def last_step(self) -> None:
+        """The caller's loop is over."""
+        with self._changed:
+            if self._given > self._closed:
+                self._close_step()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether everything that was called for has ended, now or within the time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, seconds)
+
+    # -- what it comes to -------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps that are done, with those before `first_step`."""
+        return self._first_step + (self._given_done if self._given else self._steps)
+
+    @property
+    def given(self) -> int:
+        """The number of the step that the caller's loop is in, 0 if it does not iterate."""
+        return self._first_step + self._given if self._given else 0
+
+    def queue(self) -> Queue | None:
+        """Why the first operation that is held back waits. "Active" is no news: it is in line."""
+        with self._changed:
+            telling = [n for n, (state, _) in self._queues.items() if state not in ("active", "unknown", "")]
+            return self._queues[min(telling)] if telling else None
+
+    def step_cost(self) -> float:
+        """What the next step should cost."""
+        with self._changed:
+            return fmean(self._costs) if self._costs else 0.0
+
+    def cost_at(self, steps: int) -> float | None:
+        """The estimate for so many steps; None before the first is done."""
+        with self._changed:
+            if not self._costs:
+                return None
+            behind = self._first_step + (self._closed if self._given else self._steps)
+            return max(self.cost, self._cost_at_step + max(steps - behind, 0) * fmean(self._costs))
+
+    def seconds_left(self, steps: int) -> float | None:
+        with self._changed:
+            first, last = self._marks[0], self._marks[-1]
+            if last.steps <= first.steps:
+                return None
+            pace_s = (last.time - first.time) / (last.steps - first.steps)
+            # A step that takes longer than the others takes no time away from those after it.
+            this_s = max(pace_s - (self._clock.now() - last.time), 0.0)
+            return this_s + pace_s * max(steps - last.steps - 1, 0)
+
+    def tokens_per_s(self) -> float | None:
+        with self._changed:
+            first, last = self._marks[0], self._marks[-1]
+            took_s = last.time - first.time
+            return (last.tokens - first.tokens) / took_s if took_s > 0 and last.tokens > first.tokens else None
+
+    # -- private, with the lock held --------------------------------------------------------------------------------
+
+    def _is_our_sample(self, event: StartEvent) -> bool:
+        if event.operation not in SAMPLES:
+            return False
+        if self._samplers is not None:
+            return event.model_id in self._samplers
+        return bool(event.session_id) and event.session_id == self._session_id
+
+    def _cost(self, usage: Usage) -> float:
+        if self._prices is None or self._price is None:
+            return 0.0
+        # A sampler made from a path does not know its model: most often it is the one being trained.
+        price = self._prices.models.get(usage.base_model) if usage.base_model else self._price
+        return 0.0 if price is None else price.of(usage)
+
+    def _count(self, usage: Usage) -> None:
+        tokens = usage.train_tokens + usage.prefill_tokens + usage.sampled_tokens
+        self.tokens += tokens
+        self._step_tokens += tokens
+        paid = self._cost(usage)
+        self._paid += paid
+        self._step_paid += paid
+        if self._prices is not None and usage.base_model and usage.base_model not in self._prices.models:
+            self.unpriced[usage.base_model] = self.unpriced.get(usage.base_model, 0) + tokens
+
+    def _settle_sample(self, begun: Usage, event: StepEvent) -> None:
+        self.cost += (self._cost(event.usage) if event.ok else 0.0) - self._cost(begun)
+        if event.ok:
+            self._count(event.usage)
+
+    def _settle(self, event: StepEvent) -> None:
+        if event.ok:
+            self._count(event.usage)
+        if event.operation in PASSES:  # one that failed tells no loss
+            self._losses.append(event)
+        elif event.operation == "optim_step":
+            self._optim_ends += 1
+            if event.ok:
+                self._record(event)
+            self._advance()
+
+    def _record(self, event: StepEvent) -> None:
+        now = self._clock.now()
+        self._steps += 1
+        rate = event.metrics.get("learning_rate")
+        cost = None if self._prices is None else self._step_paid
+        seconds = now - self._step_began
+        step = self._first_step + self._steps
+        self.history.append(StepRecord(step, loss_of(self._losses), self._step_tokens, seconds, rate, cost))
+        if not self._given:
+            self._costs.append(self._paid - self._cost_at_step)
+            self._cost_at_step = self._paid
+        self._losses, self._step_paid, self._step_tokens, self._step_began = [], 0.0, 0, now
+
+    def _close_step(self) -> None:
+        self._costs.append(self.cost - self._cost_at_step)
+        self._cost_at_step = self.cost
+        self._closed += 1
+        self._ends.append(self._optim_calls)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Note where things stand, if a step has come to its end."""
+        while self._ends and self._ends[0] <= self._optim_ends:
+            self._ends.popleft()
+            self._given_done += 1
+        if self.step > self._marks[-1].steps:
+            self._marks.append(Mark(self._clock.now(), self.step, self.tokens))
+
+
+def loss_of(passes: list[StepEvent]) -> float | None:
+    """One number for all passes of a step: a batch may have been cut into several."""
+    told = [event for event in passes if "loss:sum" in event.metrics]
+    if not told:
+        return None
+    total = sum(event.metrics["loss:sum"] for event in told)  # a nan stays one: it is what the user must see
+    # The weights of a custom loss are gradients of its surrogate: no measure of the caller's own loss.
+    weighted = [event.metrics.get("weight:sum", 0.0) for event in told if event.operation == "forward_backward"]
+    weight = math.fsum(weighted) if len(weighted) == len(told) else 0.0
+    return total / weight if weight > 0 else total
