@@ -31,13 +31,15 @@ ARROWS = {
     "engine": {"errors", "clock", "types", "_version"},
     "store": {"errors", "clock", "types"},
     "server": {"errors", "clock", "settings", "types", "wire", "engine", "store", "_version"},
+    "demo": {"errors", "clock", "types", "client", "embed", "watch"},
+    "watch": {"errors", "clock", "events", "client"},
     "embed": {"errors", "clock", "settings", "client", "_version"},
     "cli": {
         "errors", "clock", "settings", "events", "types", "wire", "client", "engine", "store", "server", "embed",
-        "_version",
+        "watch", "demo", "_version",
     },
     "testing": {"errors", "clock", "settings", "types", "wire", "_version"},
-    "__init__": {"errors", "settings", "events", "types", "client", "embed", "testing", "_version"},
+    "__init__": {"errors", "settings", "events", "types", "client", "watch", "embed", "testing", "_version"},
     "__main__": {"cli"},
 }  # fmt: skip
 """Room → rooms it may import (besides itself). Nothing imports testing; client and wire never look up."""

@@ -109,7 +109,7 @@ def test_closing_it_stops_the_server_and_removes_its_folder_even_after_a_fork(
 ) -> None:
     monkeypatch.setattr(embed, "QUIET_S", 0.0)
     service = tinkex.local("tinkex/tiny", threads=1)
-    assert "tinkex.local: starting tinkex/tiny: " in capsys.readouterr().err, "a start that takes a while says so"
+    assert "tinkex.local: starting tinkex/tiny (" in capsys.readouterr().err, "a start that takes a while says so"
     folder, pid = service._server.folder, service.pid
     assert folder.is_dir() and is_running(pid)
     # A child that was forked holds the pipe open too, and must not stop its parent's server.

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -244,9 +245,11 @@ class PrivateServer:
         while not self._ready.wait(0.1):
             waited_s = REAL.now() - began
             if waited_s > QUIET_S and waited_s - said_at >= LINE_S:
-                line = self._tail().rpartition("\n")[2]
-                what = line if line and line != said else f"{waited_s:.0f} s"
-                print(f"tinkex.local: starting {', '.join(self.config.base_models)}: {what}", file=sys.stderr)
+                # The message without the time and the name that a log line begins with.
+                line = re.sub(r"^[\d-]+ [\d:,]+ \w+ [\w.]+: ", "", self._tail().rpartition("\n")[2])
+                what = f": {line}" if line and line != said else ""
+                names = ", ".join(self.config.base_models)
+                print(f"tinkex.local: starting {names} ({waited_s:.0f} s){what}", file=sys.stderr)
                 said_at, said = waited_s, line
         if not self._answer:
             self._ended.wait()

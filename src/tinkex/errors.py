@@ -64,7 +64,10 @@ class MissingExtra(TinkexError, ImportError):
     """An optional dependency is needed for this call; the message names the extra to install."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs an optional dependency. Install it with: pip install 'tinkex[{extra}]'")
+        super().__init__(
+            f"{what} needs the extra `{extra}`, which is not installed. Install it with: pip install 'tinkex[{extra}]' "
+            f"(in a clone of the repository: pip install -e '.[{extra}]')"
+        )
         self.extra = extra
 
 

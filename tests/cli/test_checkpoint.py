@@ -135,7 +135,7 @@ def test_publish_and_unpublish(run: Tinkex, service: ScriptedService, saved: Sav
 
 
 def test_set_ttl_takes_a_time_or_keep(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
-    assert run("checkpoint", "set-ttl", saved.sampler, "2d").out == f"{saved.sampler} expires in 172800 s.\n"
+    assert run("checkpoint", "set-ttl", saved.sampler, "2d").out == f"{saved.sampler} expires in 2 d.\n"
     assert run("checkpoint", "set-ttl", saved.state, "keep", "-f", "json").json["ttl_seconds"] is None
     sent = [request.json for request in service.requests_to("set_checkpoint_ttl")]
     assert sent == [{"ttl_seconds": 172800}, {"ttl_seconds": None}]

@@ -249,7 +249,20 @@ def test_missing_extras_are_named_with_the_way_to_install_them(
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'tinkex[tokenizers]'" in run("doctor").out
+    shown = run("doctor").out
+    for extra in ("tokenizers", "torch", "local", "otel"):
+        assert f"pip install 'tinkex[{extra}]'" in shown
+
+
+def test_an_extra_is_installed_when_all_of_it_is(
+    run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else real(name))
+    (found,) = [line for line in run("doctor").out.splitlines() if "extras" in line]
+    assert "installed: tokenizers, torch, otel; not installed: local (for a service on this machine:" in found
 
 
 def test_a_proxy_is_what_is_looked_at_and_its_password_stays_here(

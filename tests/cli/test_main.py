@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tinkex
 from tinkex.cli.connect import config_for
-from tinkex.cli.main import NOUNS
+from tinkex.cli.main import NOUNS, parser
 from tinkex.testing import Answer, Drop, Hang, ScriptedService, Status
 
 from .conftest import KEY, Saved, Tinkex, start
@@ -21,16 +24,32 @@ from .conftest import KEY, Saved, Tinkex, start
 COMMANDS = [
     ["version"],
     ["doctor"],
+    ["console"],
+    ["chat"],
     ["sample"],
+    ["models"],
+    ["models", "list"],
     ["run"],
-    ["run", "list"],
-    ["run", "info"],
+    *(["run", verb] for verb in ("list", "info", "watch")),
     ["checkpoint"],
     *(["checkpoint", verb] for verb in ("list", "info", "publish", "unpublish", "set-ttl", "delete", "download")),
     ["export"],
 ]
-LOCAL = [["serve"], ["key"], ["key", "create"], ["key", "list"], ["key", "revoke"], ["backup"], ["gc"]]
+LOCAL = [
+    ["demo"],
+    ["completion"],
+    ["models", "pull"],
+    ["serve"],
+    ["key"],
+    ["key", "create"],
+    ["key", "list"],
+    ["key", "revoke"],
+    ["backup"],
+    ["gc"],
+]
 """These work on this machine: an address and a key of another service mean nothing to them."""
+FIRST = ["demo", "serve", "console", "chat", "doctor"]
+"""What somebody new needs, in this order."""
 
 
 def test_the_installed_command_tells_its_version() -> None:
@@ -50,8 +69,9 @@ def test_every_command_has_help_with_an_example(run: Tinkex, words: list[str]) -
     ran = run(*words, "--help")
     assert ran.code == 0
     assert "example" in ran.out
-    assert f"  tinkex {' '.join(words)}" in ran.out or len(words) == 1
+    assert f"  tinkex {' '.join(words)}" in ran.out
     assert "TINKER_API_KEY" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("words", LOCAL, ids=" ".join)
@@ -115,7 +135,40 @@ def test_a_misused_command_ends_with_2(run: Tinkex) -> None:
     assert run("checkpoint", "list", "--limit", "-3").code == 2
     assert "12h" in run("checkpoint", "list", "--expires-within", "soon").err
     assert run("no-such-command").code == 2
-    assert run().code == 2
+    assert run("-o", "json").code == 2
+
+
+def test_alone_the_command_teaches_its_first_steps(run: Tinkex) -> None:
+    ran = run()
+    assert (ran.code, ran.out, ran.err) == (0, run("--help").out, "")
+    first_steps = ran.out.partition("first steps:\n")[2]
+    assert [name for name in NOUNS if f"  tinkex {name}" in first_steps] == FIRST
+
+
+@pytest.mark.parametrize("noun", ["run", "checkpoint", "models", "key"])
+def test_a_noun_alone_shows_its_commands(run: Tinkex, noun: str) -> None:
+    ran = run(noun)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == run(noun, "--help").out
+
+
+def test_every_example_is_a_command_that_exists() -> None:
+    tried = 0
+    for one in _parsers(parser(list(NOUNS))):
+        for line in (one.epilog or "").splitlines():
+            if line.startswith("  tinkex "):
+                words = shlex.split(re.split(r"\s{3,}|<", line.strip())[0])[1:]
+                assert parser(words).parse_args(words).run is not None, line
+                tried += 1
+    assert tried > 40
+
+
+def _parsers(one: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield one
+    for action in one._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _parsers(below)
 
 
 def test_an_error_is_one_sentence_on_stderr_with_code_1(run: Tinkex, service: ScriptedService) -> None:
@@ -140,6 +193,15 @@ def test_a_missing_key_is_one_sentence(run: Tinkex) -> None:
     ran = run("run", "list", "--base-url", "https://tinker.invalid")
     assert ran.code == 1
     assert ran.err.startswith("tinkex: No API key. Pass api_key=..., or set TINKER_API_KEY.")
+
+
+def test_without_any_setting_somebody_new_is_told_of_their_own_service(run: Tinkex) -> None:
+    ran = run("run", "list")
+    assert ran.code == 1
+    assert ran.err == (
+        "tinkex: No API key for the hosted service. Set TINKER_API_KEY; or, for a service of your own "
+        "(`tinkex serve`), its address: export TINKER_BASE_URL=http://127.0.0.1:8642\n"
+    )
 
 
 def test_a_service_that_is_gone_is_given_up_soon_and_every_wait_is_announced(

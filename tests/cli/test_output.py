@@ -89,3 +89,11 @@ def test_moments_without_a_time_zone_are_utc() -> None:
     assert output.until(dt.datetime(2026, 5, 3), NOW) == "in 2 d"
     assert output.moment(naive, NOW) == "2026-04-30 21:00:00 UTC (3 h ago)"
     assert output.until(None, NOW) == "never"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(604_800, "7 d"), (129_600, "1 d 12 h"), (90, "1 min 30 s"), (3600, "1 h"), (1, "1 s"), (0, "0 s")],
+)
+def test_a_length_of_time_is_told_to_the_second(seconds: int, shown: str) -> None:
+    assert output.length(seconds) == shown

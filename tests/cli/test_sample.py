@@ -165,11 +165,11 @@ def test_a_prompt_is_given_once(run: Tinkex, service: ScriptedService) -> None:
 
 
 def test_a_model_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tinkex.cli.sample import _write
+    from tinkex.cli.output import stream
 
     stdout = Terminal()
     monkeypatch.setattr(sys, "stdout", stdout)
-    _write("safe\n\ttext\x1b[2J")
+    stream("safe\n\ttext\x1b[2J")
     assert stdout.getvalue() == "safe\n\ttext [2J"
 
 

@@ -153,7 +153,8 @@ def test_a_missing_extra_names_the_command_that_installs_it(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "tinkex: tinkex serve needs an optional dependency. Install it with: pip install 'tinkex[local]'"
+        "tinkex: tinkex serve needs the extra `local`, which is not installed. Install it with: "
+        "pip install 'tinkex[local]' (in a clone of the repository: pip install -e '.[local]')"
     )
 
 

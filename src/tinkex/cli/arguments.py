@@ -15,6 +15,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def temperature(text: str) -> float:
+    """A number from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no temperature; write a number from 0, such as 0.7")
+    return value
+
+
 def seconds(text: str) -> int:
     """3600, 90s, 15m, 12h, 7d or 2w."""
     found = re.fullmatch(r"(\d+)([smhdw]?)", text, re.ASCII)

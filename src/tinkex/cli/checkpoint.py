@@ -31,10 +31,18 @@ COLUMNS = (
     Column("PUBLIC"),
 )
 PATH = "tinker://RUN/weights/0001"
+ABOUT_KINDS = """\
+There are two kinds. tinker://RUN/weights/NAME is made by save_state and holds the optimizer too:
+training goes on from it. tinker://RUN/sampler_weights/NAME is made by save_weights_for_sampler: it
+is for sampling (`tinkex chat`, `tinkex sample -m`) and smaller. Both can be downloaded and
+exported."""
 
 
 def add(words: Words, about: str) -> None:
-    nouns = words.noun("checkpoint", about, "tinkex checkpoint list", f"tinkex checkpoint info {PATH}")
+    nouns = words.noun(
+        "checkpoint", about, "tinkex checkpoint list", f"tinkex checkpoint info {PATH}",
+        f"tinkex checkpoint download {PATH} -d adapters", more=ABOUT_KINDS,
+    )  # fmt: skip
     made = nouns.add(
         "list", list_checkpoints, "list saved weights", "tinkex checkpoint list --run-id RUN --limit 0",
         "tinkex checkpoint list --expires-within 2d",
@@ -54,9 +62,7 @@ def add(words: Words, about: str) -> None:
         f"tinkex checkpoint set-ttl {PATH} keep",
     )  # fmt: skip
     made.add_argument("path", metavar="PATH", help="tinker://…")
-    made.add_argument(
-        "ttl", metavar="SECONDS|keep", type=seconds_or_keep, help="from now: 3600, 12h, 7d; keep: for good"
-    )
+    made.add_argument("ttl", metavar="TIME|keep", type=seconds_or_keep, help="from now: 3600, 12h, 7d; keep: for good")
     made = nouns.add(
         "delete", delete, "delete checkpoints, for good", f"tinkex checkpoint delete {PATH}",
         "tinkex checkpoint delete --run-id RUN -y",
@@ -78,7 +84,7 @@ def list_checkpoints(args: argparse.Namespace) -> int:
     now = output.now()
     found: list[Checkpoint] = []
     is_cut = False
-    for saved in _listed(rest_client(args), args.run_id, args.limit if args.expires_within is None else 0):
+    for saved in listed(rest_client(args), args.run_id, args.limit if args.expires_within is None else 0):
         if args.expires_within is not None and not _expires_within(saved, now, args.expires_within):
             continue
         if args.limit and len(found) == args.limit:
@@ -214,7 +220,7 @@ def folder_name(path: str) -> str:
     return re.sub(r"[^\w.-]+", "_", path.removeprefix("tinker://"))
 
 
-def _listed(client: RestClient, run_id: str | None, limit: int) -> Iterator[Checkpoint]:
+def listed(client: RestClient, run_id: str | None, limit: int) -> Iterator[Checkpoint]:
     """Checkpoints page by page, as they are needed; `limit` (0: none) only says how long a page is worth asking for."""
     if run_id is not None:
         yield from client.list_checkpoints(run_id).result().checkpoints
@@ -253,14 +259,14 @@ def _run_of(path: str) -> str:
     return ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
 
 
-def _change(args: argparse.Namespace, future: APIFuture[None], field: str, value: object) -> int:
+def _change(args: argparse.Namespace, future: APIFuture[None], field: str, value: int | None) -> int:
     future.result()
     if args.output == "json":
         output.write_json({"path": args.path, field: value})
     elif field == "public":
         print(f"{args.path} is {'public' if value else 'private'} now.")
     else:
-        print(f"{args.path} {'is kept for good' if value is None else f'expires in {value} s'}.")
+        print(f"{args.path} {'is kept for good' if value is None else f'expires in {output.length(value)}'}.")
     return 0
 
 

@@ -6,15 +6,21 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from tinkex.cli.output import remark
+from tinkex.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
 
     from tinkex.client.rest import RestClient
     from tinkex.settings import Config
+    from tinkex.wire.endpoints import Endpoint
 
 PATIENCE = {"max_retries": 5, "unreachable_s": 60.0}
 """Somebody sits in front of a command: it gives up sooner than a training run, unless settings say otherwise."""
+NO_KEY = (
+    "No API key for the hosted service. Set TINKER_API_KEY; or, for a service of your own (`tinkex serve`), "
+    "its address: export TINKER_BASE_URL=http://127.0.0.1:8642"
+)
 
 
 def config_for(args: argparse.Namespace) -> Config:
@@ -24,7 +30,13 @@ def config_for(args: argparse.Namespace) -> Config:
     given = {"base_url": args.base_url, "api_key": args.api_key}
     sources = settings.sources(**given)
     patience: dict[str, Any] = {name: value for name, value in PATIENCE.items() if sources[name] == "default"}
-    return settings.resolve(**given, **patience)
+    try:
+        return settings.resolve(**given, **patience)
+    except ConfigError as problem:
+        if str(problem).startswith("No API key") and sources["base_url"] == "default":
+            # Somebody new most likely has no account, but a service that was started a minute ago.
+            raise ConfigError(NO_KEY) from None
+        raise
 
 
 def rest_client(args: argparse.Namespace) -> RestClient:
@@ -34,6 +46,24 @@ def rest_client(args: argparse.Namespace) -> RestClient:
 
     announce_retries()
     return RestClient(Session(config_for(args)))
+
+
+def ask(args: argparse.Namespace, endpoint: Endpoint) -> Any:
+    """The JSON that one call answers, as it came: our own service says more than the official types hold."""
+    from tinkex.client._call import call
+    from tinkex.client._connection import connection_for
+    from tinkex.client._operation import Operation
+    from tinkex.wire import json_codec
+
+    announce_retries()
+    connection = connection_for(config_for(args))
+    operation = Operation(endpoint.name, connection.clock.now())
+
+    async def work() -> Any:
+        await connection.ready()
+        return json_codec.decode_answer((await call(connection, endpoint, operation=operation)).content)
+
+    return connection.run(operation, work).result()
 
 
 @functools.cache

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tinkex.store.store import Store
 
 PLACE = ("data_dir", "database_url")
+WORK = "Looking into a service's data"
 
 
 def add_flags(group: Any, names: Iterable[str]) -> None:
@@ -44,8 +45,10 @@ def config_of(args: argparse.Namespace) -> ServeConfig:
 
 def open_store(config: ServeConfig) -> Store:
     """The store of the service. It is not made here: a mistyped folder would otherwise come to be, empty."""
+    from tinkex.embed import needs_local
     from tinkex.errors import ConfigError
 
+    needs_local(WORK)  # first: without it there cannot be such a folder, and its name would be looked for in vain
     if not config.data_dir.is_dir() and config.database_url.startswith("sqlite"):
         raise ConfigError(
             f"There is no service's data in {config.data_dir}. Name its folder with --data-dir; "
@@ -58,7 +61,7 @@ def new_store(config: ServeConfig) -> Store:
     """The same, made if it is not there."""
     from tinkex.embed import needs_local
 
-    needs_local("Looking into a service's data")
+    needs_local(WORK)
     from tinkex.store.store import Store
 
     return Store.open(config.database_url, config.data_dir, durability=config.durability)

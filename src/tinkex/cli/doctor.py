@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from tinkex.settings import Config
 
 EXTRAS = {
-    "tokenizers": ("tokenizers", "text prompts"),
-    "torch": ("torch", "custom losses and tensors"),
-    "otel": ("opentelemetry", "traces"),
+    "tokenizers": "text prompts",
+    "torch": "custom losses and tensors",
+    "local": "a service on this machine",
+    "otel": "traces",
 }
-"""Extra → the module it brings, and what it is good for."""
+"""Extra → what it is good for."""
 ALWAYS_SHOWN = ("base_url", "api_key")
 SECRETS = ("cf_client_id", "cf_client_secret", "headers", "http_proxy", "https_proxy", "proxy")
 MISSING, NOT_NEEDED = "missing", "none needed on this machine"
@@ -31,7 +32,8 @@ def add(words: Words, about: str) -> None:
     words.add(
         "doctor", doctor, about, "tinkex doctor", "tinkex doctor -o json",
         more="Looks at the settings, the way to the service, the key, the protocol, the clock and this machine's\n"
-        "limits. Opens no session. Takes seconds, and never more than 5 for one thing. Exit code 1 if a check FAILs.",
+        "limits, and says what to do about what is wrong. Opens no session. Takes seconds, and never more\n"
+        "than 5 for one thing. Exit code 1 if a check FAILs.",
     )  # fmt: skip
 
 
@@ -139,11 +141,11 @@ def _extras() -> list[Finding]:
     from importlib.util import find_spec
 
     from tinkex.cli.probes import Finding
+    from tinkex.embed import NEEDS
 
-    has = [extra for extra, (module, _) in EXTRAS.items() if find_spec(module)]
-    lacks = [
-        f"{extra} (for {use}: pip install 'tinkex[{extra}]')" for extra, (_, use) in EXTRAS.items() if extra not in has
-    ]
+    modules = {"local": NEEDS, "otel": ("opentelemetry",)}
+    has = [extra for extra in EXTRAS if all(find_spec(name) for name in modules.get(extra, (extra,)))]
+    lacks = [f"{extra} (for {use}: pip install 'tinkex[{extra}]')" for extra, use in EXTRAS.items() if extra not in has]
     detail = f"installed: {', '.join(has) or 'none'}" + (f"; not installed: {', '.join(lacks)}" if lacks else "")
     return [Finding("extras", "ok", f"{detail}; Python {sys.version.split()[0]}")]
 

@@ -18,9 +18,10 @@ WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "tin
 MORE = """\
 Without --merge the adapter itself is written: adapter_model.safetensors and adapter_config.json, as
 PEFT and vLLM load them. With --merge it is added to its base model, and a plain Hugging Face folder
-is written (safetensors in float32, config, tokenizer) that needs neither. The merged model is loaded
-again and must give the same log-probabilities as base and adapter, or it is not kept. A checkpoint
-is fetched from the service that TINKER_BASE_URL and TINKER_API_KEY name."""
+is written (safetensors in float32, config, tokenizer) that needs neither. The merged model is
+loaded again and must give the same log-probabilities as base and adapter, or it is not kept. A
+checkpoint (`tinkex checkpoint list` shows which there are) is fetched from the service that
+TINKER_BASE_URL and TINKER_API_KEY name."""
 
 
 def add(words: Words, about: str) -> None:
@@ -29,10 +30,10 @@ def add(words: Words, about: str) -> None:
         "tinkex export tinker://RUN/weights/final --out my-model --merge",
         "tinkex export ./my-adapter --out my-model --merge --base-model Qwen/Qwen3-0.6B", more=MORE,
     )  # fmt: skip
-    made.add_argument("source", metavar="PATH", help="tinker://…, or a folder with an adapter")
+    made.add_argument("source", metavar="PATH|FOLDER", help="tinker://…, or a folder with an adapter")
     made.add_argument("--out", metavar="FOLDER", required=True, type=Path, help="where to write; must not exist")
     made.add_argument(
-        "--merge", action="store_true", help="merge the adapter into its base model (needs tinkex[local])"
+        "--merge", action="store_true", help="merge the adapter into its base model (needs the extra `local`)"
     )
     made.add_argument(
         "--base-model", dest="base", metavar="NAME", help="the base model: a name or a folder (default: the adapter's)"

@@ -23,6 +23,10 @@ COLUMNS = (
     Column("AGE", is_number=True),
     Column("STATE"),
 )
+ABOUT_KEYS = """\
+A service that listens on this machine only needs no keys: whoever is here may use it. With the
+first key that changes: from then on every client must send one, as TINKER_API_KEY. Keys are kept
+with the service's data, as hashes; made and revoked while the service runs or while it does not."""
 ABOUT_TENANTS = """\
 Work belongs to a tenant: runs and checkpoints of one are not found by the others. A key's tenant
 is its name unless --tenant says otherwise, so two keys of one name share their work. What was made
@@ -31,7 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
 def add(words: Words, about: str) -> None:
-    nouns = words.noun("key", about, "tinkex key create alice", "tinkex key list", is_local=True)
+    nouns = words.noun("key", about, "tinkex key create alice", "tinkex key list", more=ABOUT_KEYS, is_local=True)
     made = nouns.add(
         "create", create, "make a key and print it, this once", "tinkex key create alice",
         "tinkex key create alice-laptop --tenant alice", "tinkex key create me --tenant local", more=ABOUT_TENANTS,

@@ -14,29 +14,36 @@ from typing import Any
 
 from tinkex._version import PROTOCOL_VERSION, __version__
 
-ABOUT = "Fine-tune language models through the Tinker API: serve models, look after runs and checkpoints, sample."
+ABOUT = "Fine-tune language models through the Tinker API: on a service of your own, or on the hosted one."
 EXAMPLES = """\
-examples:
-  tinkex serve                                    a service of your own, on this machine
-  tinkex doctor                                   what is wrong with my set-up?
-  tinkex run list                                 my training runs
-  tinkex checkpoint list --expires-within 2d      what will be gone soon
-  tinkex sample -m Qwen/Qwen3-8B "Once upon"      a sample, as it is written
+first steps:
+  tinkex demo                  watch a small model learn something on this machine
+  tinkex serve                 run a service of your own, at http://127.0.0.1:8642
+  tinkex console               look at its runs and checkpoints in the browser
+  tinkex chat                  talk to a model, or to what you have trained
+  tinkex doctor                find out what is wrong with the set-up
 
-The service and the key come from TINKER_BASE_URL and TINKER_API_KEY. `tinkex COMMAND --help` tells more.
+The service and the key come from TINKER_BASE_URL and TINKER_API_KEY; for a service of your own on
+this machine: export TINKER_BASE_URL=http://127.0.0.1:8642. `tinkex COMMAND --help` tells more.
 """
 NOUNS = {
-    "run": "look at training runs",
-    "checkpoint": "look after saved weights",
-    "sample": "let a model go on from a prompt",
-    "doctor": "find out what is wrong with the set-up",
-    "export": "turn a checkpoint into files for other programs",
+    "demo": "watch a small model learn something on this machine",
     "serve": "run a service on this machine",
+    "console": "look at your service in the browser",
+    "chat": "talk to a model, or to what you have trained",
+    "sample": "let a model go on from a prompt",
+    "models": "list base models, and fetch them",
+    "run": "look at training runs, and watch them",
+    "checkpoint": "look after saved weights",
+    "export": "turn a checkpoint into files for other programs",
+    "doctor": "find out what is wrong with the set-up",
     "key": "say who may use your service",
     "backup": "copy all that your service keeps",
     "gc": "free the space of what your service needs no more",
+    "completion": "let your shell complete the words of this command",
 }
 """Commands with a file of their own, `cli/NAME.py`, and what they are for."""
+MISUSED = 2
 DEFAULTS = {"output": "table", "base_url": None, "api_key": None, "debug": False}
 
 
@@ -46,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a letter the terminal lacks must not end the command
     argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser(argv).print_help()
+        return 0
     args = parser(argv).parse_args(argv)
     for name, value in DEFAULTS.items():
         vars(args).setdefault(name, value)
@@ -126,9 +136,11 @@ class Words:
         prog: str,
         shared: argparse.ArgumentParser,
         local: argparse.ArgumentParser,
+        *,
+        is_needed: bool = True,
     ) -> None:
         # Named here because argparse would otherwise load its formatter to find the name out.
-        self._commands = above.add_subparsers(title="commands", metavar="COMMAND", required=True, prog=prog)
+        self._commands = above.add_subparsers(title="commands", metavar="COMMAND", required=is_needed, prog=prog)
         self._prog = prog
         self._shared = shared
         self._local = local
@@ -150,10 +162,16 @@ class Words:
             made.set_defaults(run=run)
         return made
 
-    def noun(self, name: str, about: str, *examples: str, is_local: bool = False) -> Words:
-        """A word that has commands of its own."""
-        made = self.add(name, None, about, *examples, is_local=is_local)
-        return Words(made, f"{self._prog} {name}", self._local if is_local else self._shared, self._local)
+    def noun(self, name: str, about: str, *examples: str, more: str = "", is_local: bool = False) -> Words:
+        """A word that has commands of its own. Alone it shows them; argparse would only say that one is missing."""
+
+        def teach(args: argparse.Namespace) -> int:
+            made.print_help(sys.stderr)
+            return MISUSED
+
+        made = self.add(name, teach, about, *examples, more=more, is_local=is_local)
+        shared = self._local if is_local else self._shared
+        return Words(made, f"{self._prog} {name}", shared, self._local, is_needed=False)
 
 
 def version(args: argparse.Namespace) -> int:
@@ -208,6 +226,8 @@ def sentence(problem: Exception) -> str:
 def _about_status(problem: Any) -> str:
     body = problem.body
     detail = body.get("detail") if isinstance(body, dict) else body
+    if isinstance(body, dict) and isinstance(body.get("error"), dict):  # OpenAI's form
+        detail = body["error"].get("message")
     said = f"HTTP {problem.status_code}" + (f": {str(detail).rstrip('.')}" if detail else "")
     if problem.status_code == 401:
         return f"The service refused the API key ({said}). Set TINKER_API_KEY; `tinkex doctor` says which key is used."

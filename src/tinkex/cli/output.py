@@ -63,6 +63,14 @@ def remark(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def stream(text: str) -> None:
+    """A piece of a model's text, at once. A model may write anything, also what a terminal would obey."""
+    if sys.stdout.isatty():
+        text = "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def clean(text: str) -> str:
     """The text without control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
@@ -105,6 +113,15 @@ def duration(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def length(seconds: int) -> str:
+    """A length of time to the second: 7 d, 1 d 12 h, 90 s as 1 min 30 s."""
+    parts = []
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        number, seconds = divmod(seconds, size_s)
+        parts += [f"{number} {unit}"] if number else []
+    return " ".join(parts) or "0 s"
 
 
 def age(moment: dt.datetime | None, now: dt.datetime) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinkex.cli import output
-from tinkex.cli.arguments import count
+from tinkex.cli.arguments import count, seconds
 from tinkex.cli.connect import rest_client
 from tinkex.cli.output import Column
 
@@ -25,14 +25,34 @@ COLUMNS = (
     Column("LAST CHECKPOINT"),
     Column("STATE"),
 )
+ABOUT_WATCH = """\
+Shows each step's loss, learning rate and speed, and the curve of the loss if the terminal is tall
+enough: from the first step on, then live. The loss is the mean over the tokens that count, the
+speed that of the engine. With -o json every step is one line of JSON. A run that another program
+is training can be watched from anywhere; Ctrl-C ends the watching, not the run."""
 
 
 def add(words: Words, about: str) -> None:
-    nouns = words.noun("run", about, "tinkex run list --limit 5", "tinkex run info RUN")
+    nouns = words.noun("run", about, "tinkex run list --limit 5", "tinkex run info RUN", "tinkex run watch latest")
     made = nouns.add("list", list_runs, "list your training runs", "tinkex run list --limit 0 -o json")
     made.add_argument("--limit", type=count, default=20, metavar="N", help="how many (default 20; 0: all)")
     made = nouns.add("info", info, "show one training run", "tinkex run info 6f5f0b43-…:train:0")
     made.add_argument("run_id", metavar="RUN", help="the id, or the path of one of its checkpoints")
+    made = nouns.add(
+        "watch", watch, "follow a run while it trains", "tinkex run watch latest",
+        "tinkex run watch 6f5f0b43-…:train:0 --until-idle -o json", more=ABOUT_WATCH,
+    )  # fmt: skip
+    made.add_argument("run_id", metavar="RUN", help="the id, the path of one of its checkpoints, or latest")
+    made.add_argument("--until-idle", action="store_true", help="end by itself when the run has nothing to do any more")
+    made.add_argument(
+        "--idle-for", type=seconds, default=10, metavar="TIME", help="how long that must last: 90s, 5m (default 10s)"
+    )
+
+
+def watch(args: argparse.Namespace) -> int:
+    from tinkex.cli.watch import watch as follow
+
+    return follow(args)
 
 
 def list_runs(args: argparse.Namespace) -> int:

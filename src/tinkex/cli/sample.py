@@ -29,8 +29,8 @@ def add(words: Words, about: str) -> None:
         'tinkex sample -m Qwen/Qwen3-8B "The capital of France is" --max-tokens 16',
         "tinkex sample -m tinker://RUN/sampler_weights/0001 < prompt.txt",
         "tinkex sample -m Qwen/Qwen3-8B --prompt-ids 12,7,345 --ids",
-        more="The prompt is taken as it is: no chat template is applied. Text needs the model's tokenizer\n"
-        "(pip install 'tinkex[tokenizers]'); with --prompt-ids and --ids none is needed.",
+        more="The prompt is taken as it is: no chat template is applied (for that there is `tinkex chat`). Text\n"
+        "needs the model's tokenizer and the extra `tokenizers`; with --prompt-ids and --ids neither.",
     )  # fmt: skip
     made.add_argument("prompt", nargs="?", help="the text to go on from (default: stdin, less its final line break)")
     made.add_argument("-m", "--model", help="a base model, or tinker://…/sampler_weights/… (default: the only one)")
@@ -94,13 +94,13 @@ def _as_text(stream: SampleStream, decode: Callable[..., str] | None, num_sample
         piece = writers[chunk.sample].feed(chunk.tokens)
         stop = chunk.stop_reason or stop
         if num_samples == 1:
-            _write(piece)
+            output.stream(piece)
         elif chunk.stop_reason:
             writer = writers[chunk.sample]
             writer.flush()
-            _write(f"--- sample {chunk.sample + 1} ({chunk.stop_reason})\n{writer.text}\n")
+            output.stream(f"--- sample {chunk.sample + 1} ({chunk.stop_reason})\n{writer.text}\n")
     if num_samples == 1:
-        _write(writers[0].flush() + "\n")
+        output.stream(writers[0].flush() + "\n")
         if stop == "length" and sys.stderr.isatty():
             output.remark("(cut at --max-tokens)")
     return 0
@@ -201,13 +201,6 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         output.remark("Type the prompt; end it with Ctrl-D on a line of its own.")
     return sys.stdin.read().removesuffix("\n")
-
-
-def _write(text: str) -> None:
-    if sys.stdout.isatty():  # a model may write anything, also what a terminal would obey
-        text = "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _close(service: ServiceClient, status: str) -> None:

@@ -34,7 +34,8 @@ required (`tinkex key create NAME`). Stopped at any moment, even by kill -9, it 
 was when it is started again with the same data folder.
 
 Every flag can be set in the environment as well (its name in brackets below), or in the table
-[serve] of tinkex.toml. A client needs TINKER_BASE_URL and, if there are keys, TINKER_API_KEY."""
+[serve] of tinkex.toml. A client needs TINKER_BASE_URL and, if there are keys, TINKER_API_KEY. While
+it runs: `tinkex console` shows it in the browser, `tinkex chat` talks to its models."""
 
 
 def add(words: Words, about: str) -> None:
@@ -98,8 +99,9 @@ def announce(config: ServeConfig, url: str, *, as_json: bool, needs_key: bool) -
     print(
         f"""
 tinkex serves {", ".join(config.base_models)}
-  at      {url}
-  data    {config.data_dir}
+  at       {url}
+  console  {near}/    (`tinkex console` opens it)
+  data     {config.data_dir}
 
 Point a client at it:
   official  TINKER_BASE_URL={near} TINKER_API_KEY={key} python train.py    ({about_key})

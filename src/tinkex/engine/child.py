@@ -32,6 +32,7 @@ from tinkex.engine.base import EngineFault, ModelInfo, Sampled, SampleEvent, Tok
 from tinkex.engine.commands import event_frame, read_sample
 from tinkex.engine.frames import PREFIX, Frame, decode_parts
 from tinkex.engine.schedule import Turn, Turns
+from tinkex.errors import MissingExtra
 
 if TYPE_CHECKING:
     from tinkex.engine.sample import Sampler
@@ -193,7 +194,7 @@ def _why_not(error: Exception) -> str:
     if isinstance(error, EngineFault):
         return str(error)
     if isinstance(error, ImportError) and error.name:
-        return f"{error.name} is not installed. Install what the engine needs with: pip install 'tinkex[local]'"
+        return str(MissingExtra(f"The engine (module {error.name})", "local"))
     return f"{type(error).__name__}: {_first_line(error)}"
 
 

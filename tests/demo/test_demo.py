@@ -1,0 +1,129 @@
+"""`tinkex demo` as a user runs it: on the tiny model here, on the real one in `make test-full`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinkex.demo import reinforced, stage, supervised
+from tinkex.demo.stage import Stage
+from tinkex.errors import TinkexError
+
+
+def command(folder: Path, *flags: str, model: str = "tinkex/tiny") -> list[str]:
+    return [sys.executable, "-m", "tinkex", "demo", "--model", model, "--folder", str(folder), *flags]
+
+
+def run(folder: Path, *flags: str) -> str:
+    done = subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def interrupted(folder: Path, after: str, *flags: str) -> str:
+    """Start it, wait for a line on stderr that holds `after`, press Ctrl-C as a terminal does: to all its processes."""
+    process = subprocess.Popen(
+        command(folder, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if after in line:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    said, more = process.communicate(timeout=60)
+    assert process.returncode == 130, said + more
+    assert "it goes on" in more and "Traceback" not in more
+    return said
+
+
+def servers_of(folder: Path) -> list[str]:
+    """Processes that have this folder open or on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                links = [os.readlink(link) for link in (entry / "fd").iterdir()]
+            except OSError:
+                continue
+            found += [entry.name for link in links if link.startswith(str(folder))]
+    return found
+
+
+@pytest.mark.slow
+def test_the_demo_trains_draws_its_curve_saves_the_adapter_and_says_what_to_do_next(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    said = run(folder, "--steps", "3")
+    assert "3 steps of 8 examples" in said and "loss per token" in said
+    assert re.search(r"\d+ of 20 right before, \d+ of 20 after", said)
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    assert f"tinkex export {folder}/adapter --out my-model --merge" in said
+    assert f"tinkex demo --folder {folder} --console" in said
+    assert not (folder / "demo.json").exists()
+    assert not servers_of(folder)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    interrupted(folder, "step ", "--steps", "60")
+    assert not servers_of(folder)
+    run_id = json.loads((folder / "demo.json").read_text())["run_id"]
+    interrupted(folder, "step ", "--steps", "60")
+    assert json.loads((folder / "demo.json").read_text())["run_id"] == run_id
+    said = run(folder, "--steps", "60")
+    assert (found := re.search(r"Going on after step (\d+)", said)) and 0 < int(found[1]) <= 60
+    assert run_id in said
+
+
+@pytest.mark.slow
+def test_the_second_demo_learns_by_reward_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    interrupted(folder, "step ", "--rl", "--steps", "8")
+    said = run(folder, "--rl", "--steps", "8")
+    assert "Going on after step" in said and "mean reward" in said
+    assert re.search(r"Mean reward \d\.\d\d in the first 5 steps", said)
+
+
+def test_a_full_disk_is_one_sentence_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "NEEDED_BYTES", 10**18)
+    with pytest.raises(TinkexError, match=r"GB left and the demo needs .* --folder"):
+        supervised.run(Stage(tmp_path, "tinkex/tiny", 0, 1))
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TinkexError, match="--folder"):
+        supervised.run(Stage(tmp_path / "file" / "demo", "tinkex/tiny", 0, 1))
+
+
+def test_a_memory_of_other_settings_or_of_another_release_is_not_used(tmp_path: Path) -> None:
+    first = Stage(tmp_path, "tinkex/tiny", 0, 5)
+    first.memory.run_id = "r"
+    first.remember()
+    assert Stage(tmp_path, "tinkex/tiny", 0, 5).memory.run_id == "r"
+    assert Stage(tmp_path, "tinkex/tiny", 0, 6).memory.run_id == ""
+    assert Stage(tmp_path, "tinkex/tiny", 0, 5, is_fresh=True).memory.run_id == ""
+    (tmp_path / "demo.json").write_text('{"something": "else"}')
+    assert Stage(tmp_path, "tinkex/tiny", 0, 5).memory.run_id == ""
+
+
+@pytest.mark.full
+def test_smollm2_learns_orders_it_has_never_seen(tmp_path: Path) -> None:
+    before, after = supervised.run(Stage(tmp_path, "smollm2-135m", 0, supervised.STEPS))
+    assert before <= 0.1 * supervised.EXAM and after >= 0.8 * supervised.EXAM
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_smollm2s_reward_rises(seed: int, tmp_path: Path) -> None:
+    before, after = reinforced.run(Stage(tmp_path, "smollm2-135m", seed, reinforced.STEPS))
+    assert after - before >= 0.3
