@@ -66,7 +66,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.parts[0] for name in names} == {"tinkex", about}
     assert Path("tinkex/py.typed") in package
     assert Path(f"{about}/licenses/LICENSE") in names
-    assert {name.suffix for name in package} == {".py", ".proto", ".typed"}, "a note, a table or a binary came along"
+    pages = {name.suffix for name in package if name.parts[1:3] == ("server", "console")}
+    assert pages == {".html", ".css", ".js", ".svg"}
+    rest = {name.suffix for name in package if name.parts[1:3] != ("server", "console")}
+    assert rest == {".py", ".proto", ".typed"}, "a note, a table or a binary came along"
     tests = [name for name in package if name.name.startswith(("test_", "conftest")) or name.stem.endswith("_test")]
     assert not tests
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tinkex.server.app import make_app
 from tinkex.server.faults import Refused, bad
 from tinkex.server.routes import insight
 from tinkex.server.service import Service
-from tinkex.server.steps import steps_of
+from tinkex.server.steps import steps_of, thinned
 from tinkex.store.records import Operation
 
 
@@ -104,3 +105,12 @@ async def test_failures_are_told_with_their_reason_to_their_tenant_alone(tmp_pat
         assert [(entry["seq_id"], entry["state"]) for entry in told["operations"]] == [(2, "failed"), (1, "refused")]
         assert told["operations"][1]["error"] == "datum 0 is empty" and told["cursor"]["total_count"] == 2
         assert (await ask(service, "failed_operations", "stranger"))["operations"] == []
+
+
+def test_a_thinned_history_keeps_its_last_step_and_stays_within_the_bound() -> None:
+    steps = [{"seq_id": number} for number in range(1, 1001)]
+    for most in (1, 3, 7, 200, 999):
+        left = thinned(steps, most)
+        assert left[-1] == steps[-1] and len(left) <= most
+        assert len({later["seq_id"] - first["seq_id"] for first, later in itertools.pairwise(left)}) <= 1
+    assert thinned(steps, 1000) == steps and thinned([], 5) == []

@@ -1,4 +1,4 @@
-"""The ASGI application: every endpoint of `wire.endpoints` with its handler, OpenAI routes, metrics, who may ask."""
+"""The ASGI application: every endpoint of `wire.endpoints` with its handler, OpenAI routes, console, metrics, keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,6 +19,7 @@ from tinkex.server.metrics import metrics_page
 from tinkex.server.routes import (
     account,
     checkpoints,
+    console,
     files,
     futures,
     insight,
@@ -90,9 +91,12 @@ async def no_such_method(request: Request, problem: Exception) -> Response:
 
 
 async def root(request: Request) -> Response:
-    """What this is, for somebody who opens the address."""
+    """The console for browsers; for programs, what this is."""
+    if console.wants_page(request):
+        return await console.page(request)
     base = str(request.base_url).rstrip("/")
-    return answer({"service": "tinkex", "api": f"{base}/api/v1", "openai": f"{base}/v1", "metrics": f"{base}/metrics"})
+    told = {"service": "tinkex", "api": f"{base}/api/v1", "openai": f"{base}/v1", "metrics": f"{base}/metrics"}
+    return answer(told, headers={"vary": "Accept"})
 
 
 class PrefixMiddleware:
@@ -102,8 +106,11 @@ class PrefixMiddleware:
         self._app, self._prefix = app, urlsplit(public_url or "").path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._prefix and scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+        if self._prefix and scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._prefix}/"):
             scope["root_path"] = self._prefix
+            if scope["path"] == self._prefix:  # the console's parts are named relative to the slash
+                await RedirectResponse(f"{self._prefix}/")(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
 
@@ -113,6 +120,7 @@ def make_app(service: Service) -> Starlette:
             *routes(),
             *files.ROUTES,
             *openai.ROUTES,
+            *console.ROUTES,
             Route("/metrics", guarded("metrics", metrics_page)),
             Route("/", root),
         ],

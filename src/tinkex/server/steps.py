@@ -27,6 +27,12 @@ def steps_of(operations: Iterable[Operation], *, is_cut: bool = False) -> list[d
     return steps
 
 
+def thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Every n-th step, so that at most so many are left; the last is always one of them."""
+    every = math.ceil(len(steps) / max(most, 1))
+    return steps if every <= 1 else steps[::-1][::every][::-1]
+
+
 def _step(parts: list[Operation]) -> dict[str, Any]:
     last = parts[-1]
     metrics: dict[str, float] = {}

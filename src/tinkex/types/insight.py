@@ -29,6 +29,8 @@ class RunStep(Value):
 
 class RunStepsResponse(Value):
     steps: list[RunStep]
+    count: int = 0
+    """How many steps there were: more than are told where `most_steps` thinned them."""
     next_seq_id: int
     """Pass it as `after_seq_id` to get what comes next."""
     is_active: bool = False

@@ -40,16 +40,15 @@ TOKENIZER_FILES = frozenset(
 
 
 async def checkpoint_archive(request: Request) -> Response:
-    """A redirect to a tar of the checkpoint."""
+    """A redirect to a tar of the checkpoint. With `redirect=false`, its address: no page can read a redirect."""
     saved = await _named(request)
     expires_at = _expiry(request)
-    headers = {
-        "location": _link(request, saved, ARCHIVE, expires_at),
-        "expires": formatdate(expires_at, usegmt=True),
-        "cache-control": "no-store",
-    }
+    url = _link(request, saved, ARCHIVE, expires_at)
+    headers = {"expires": formatdate(expires_at, usegmt=True), "cache-control": "no-store"}
     await note(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
-    return Response(status_code=302, headers=headers)
+    if request.query_params.get("redirect") == "false":
+        return answer({"url": url, "expires": views.time_text(expires_at)}, headers=headers)
+    return Response(status_code=302, headers={"location": url, **headers})
 
 
 async def external_weights_urls(request: Request) -> Response:

@@ -11,7 +11,7 @@ from tinkex.server.faults import answer, bad
 from tinkex.server.owned import own_run
 from tinkex.server.requests import page_of, service_of, tenant_of
 from tinkex.server.service import Service
-from tinkex.server.steps import steps_of
+from tinkex.server.steps import steps_of, thinned
 from tinkex.store.records import Operation
 
 MOST_OPERATIONS = 5000
@@ -23,14 +23,16 @@ async def run_steps(request: Request) -> Response:
     run = await own_run(service, tenant, request.path_params["run_id"])
     try:
         after = int(request.query_params.get("after_seq_id", -1))
+        most_steps = int(request.query_params.get("most_steps", MOST_OPERATIONS))
     except ValueError:
-        raise bad("after_seq_id must be a whole number.", "bad_page") from None
+        raise bad("after_seq_id and most_steps must be whole numbers.", "bad_page") from None
     rows = await service.db(service.store.done_since, run.id, after, MOST_OPERATIONS)
     steps = steps_of(rows, is_cut=len(rows) == MOST_OPERATIONS)
     lane = await service.worker.lane(run.id)
     return answer(
         {
-            "steps": steps,
+            "steps": thinned(steps, most_steps),
+            "count": len(steps),
             "next_seq_id": steps[-1]["seq_id"] if steps else after,
             "is_active": lane is not None and bool(lane.waiting or lane.running),
         }

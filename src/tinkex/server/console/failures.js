@@ -1,0 +1,68 @@
+// Operations that failed or were refused, with the reason that the service gave.
+
+import { get } from "./api.js";
+import { h, heading, keyed, notice, pager, setText } from "./dom.js";
+import { exactly, when } from "./format.js";
+import { learnNames, nameOf } from "./names.js";
+import { poll } from "./poll.js";
+
+const PAGE = 25;
+const EVERY_MS = 2000;
+const WHOSE = { user: "Your input", server: "The service" };
+
+export function failuresPage(main) {
+  let offset = 0;
+  const list = h("ul", { class: "failures" });
+  const empty = h(
+    "p",
+    { class: "card muted", hidden: true },
+    "No operation has failed. If one does, its reason is told here and in your program.",
+  );
+  const pages = pager((to) => {
+    offset = to;
+    polling.now();
+  });
+  main.append(heading("Failures"), empty, list, pages);
+  const polling = poll(
+    async (signal) => {
+      const answer = await get("api/v1/failed_operations", { query: { offset, limit: PAGE }, signal });
+      empty.hidden = answer.cursor.total_count > 0;
+      await learnNames(
+        answer.operations.map((one) => one.run_id),
+        signal,
+      );
+      keyed(list, answer.operations, (one) => one.request_id, makeEntry);
+      pages.show(answer.cursor);
+    },
+    EVERY_MS,
+    (problem) => main.append(notice(problem.message)),
+  );
+  return () => polling.stop();
+}
+
+function makeEntry(one) {
+  const time = h("time", { class: "muted num", datetime: one.time, title: exactly(one.time) });
+  const entry = h(
+    "li",
+    { class: "card" },
+    h(
+      "p",
+      { class: "failure-head" },
+      h("span", { class: "strong" }, one.kind),
+      h("span", { class: `tag is-${one.state}` }, one.state === "refused" ? "Refused" : "Failed"),
+      WHOSE[one.category] && h("span", { class: "muted" }, WHOSE[one.category]),
+      time,
+    ),
+    h("p", { class: "reason" }, one.error || "No reason was given."),
+    h(
+      "p",
+      { class: "muted small-text" },
+      "operation ",
+      h("span", { class: "num" }, one.seq_id),
+      " of ",
+      h("a", { href: `#/runs/${encodeURIComponent(one.run_id)}` }, nameOf(one.run_id)),
+    ),
+  );
+  entry.update = (now) => setText(time, when(now.time));
+  return entry;
+}

@@ -1,0 +1,130 @@
+// The frame around the pages: which one is shown, whether a key is needed, how the service does.
+
+import { key, setKey, takeKeyFromAddress } from "./api.js";
+import { checkpointsPage } from "./checkpoints.js";
+import { fill, h, heading, notice } from "./dom.js";
+import { failuresPage } from "./failures.js";
+import { playgroundPage } from "./playground.js";
+import { queuePage } from "./queue.js";
+import { runPage } from "./run.js";
+import { runsPage } from "./runs.js";
+import { signInPage } from "./sign-in.js";
+import { onState, startState, stopState } from "./state.js";
+
+// A page is a function that fills `main` and gives one that ends what it began.
+const PAGES = [
+  [/^\/runs$/, "Runs", runsPage],
+  [/^\/runs\/(.+)$/, "Run", runPage],
+  [/^\/queue$/, "Queue", queuePage],
+  [/^\/checkpoints$/, "Checkpoints", checkpointsPage],
+  [/^\/playground$/, "Playground", playgroundPage],
+  [/^\/failures$/, "Failures", failuresPage],
+];
+
+const main = document.getElementById("main");
+let leave = () => {};
+let isFirst = true;
+
+function show() {
+  const [address, query] = location.hash.replace(/^#/, "").split("?");
+  if (address === "" || address === "/") {
+    history.replaceState(null, "", "#/runs");
+    show();
+    return;
+  }
+  begin();
+  const found = PAGES.map(([pattern, title, page]) => [pattern.exec(plain(address)), title, page]).find(
+    ([match]) => match,
+  );
+  if (found) {
+    const [match, title, page] = found;
+    document.title = `${title} · tinkex`;
+    leave = page(main, { id: match[1], query: new URLSearchParams(query) }) ?? (() => {});
+  } else {
+    document.title = "tinkex";
+    main.append(heading("No such page"), notice("The address leads nowhere. The pages are named above.", "plain"));
+  }
+  mark(address);
+  arrive();
+}
+
+function plain(address) {
+  try {
+    return decodeURIComponent(address);
+  } catch {
+    return address; // a lone percent sign
+  }
+}
+
+function begin() {
+  leave();
+  leave = () => {};
+  main.replaceChildren();
+}
+
+/** Keyboard and screen reader go on at the new page's heading; the first page leaves the focus where it is. */
+function arrive() {
+  window.scrollTo(0, 0);
+  if (!isFirst) main.querySelector("h1")?.focus({ preventScroll: true });
+  isFirst = false;
+}
+
+function mark(address) {
+  for (const link of document.querySelectorAll("#nav a")) {
+    const place = link.getAttribute("href").slice(1);
+    if (address === place || address.startsWith(`${place}/`)) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+}
+
+function askForKey(reason) {
+  if (document.getElementById("key")) return; // asked already, by an answer that came a moment sooner
+  const wasGiven = key() !== null;
+  setKey(null);
+  stopState();
+  begin();
+  document.title = "Sign in · tinkex";
+  document.getElementById("service").hidden = true;
+  document.getElementById("sign-out").hidden = true;
+  mark("");
+  signInPage(main, wasGiven ? reason : null, (given) => {
+    // Loaded anew, the page holds nothing of whoever was here before.
+    if (setKey(given)) location.reload();
+    else {
+      startState();
+      show();
+    }
+  });
+}
+
+document.addEventListener("unauthorised", (event) => askForKey(event.detail));
+window.addEventListener("hashchange", () => {
+  if (location.hash.startsWith("#key=")) {
+    takeKeyFromAddress();
+    location.reload();
+  } else show();
+});
+document.getElementById("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address after # names a page
+  main.focus();
+});
+document.getElementById("sign-out").addEventListener("click", () => {
+  setKey(null);
+  location.reload();
+});
+onState((state) => {
+  const service = document.getElementById("service");
+  service.hidden = false;
+  const word = state.is_ready ? "Ready" : "Not ready";
+  service.title = state.is_ready ? `tinkex ${state.version}` : state.reason;
+  fill(service, `${word} ${state.tenant}`, () => [
+    h("span", { class: `lamp ${state.is_ready ? "is-on" : "is-off"}`, "aria-hidden": "true" }),
+    h("span", {}, word),
+    state.uses_keys && h("span", { class: "muted tenant" }, state.tenant),
+  ]);
+  document.getElementById("sign-out").hidden = !state.uses_keys;
+});
+
+takeKeyFromAddress();
+startState();
+show();

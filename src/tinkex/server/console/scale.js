@@ -1,0 +1,81 @@
+// What a plot needs to know before it draws: ticks at round numbers, fewer points than pixels, a smoothed line. Pure.
+
+import { count } from "./format.js";
+
+/** Round numbers that cover `low` to `high` in about `wanted` steps. */
+export function ticks(low, high, wanted) {
+  const rough = (high - low) / Math.max(1, wanted);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
+  const found = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step);
+  return { step, values: found };
+}
+
+/** Whole numbers only: there is no half a step. */
+export function wholeTicks(low, high, wanted) {
+  const { step, values } = ticks(low, high, wanted);
+  return step >= 1
+    ? values.filter(Number.isInteger)
+    : [...new Set(values.map(Math.round))].filter((n) => n >= low && n <= high);
+}
+
+/** A tick's text, with as many decimals as its neighbours need. */
+export function tickText(x, step) {
+  if (x === 0) return "0";
+  if (step < 1e-3 || Math.abs(x) >= 1e6) {
+    const power = Math.floor(Math.log10(Math.abs(x)) + 1e-9);
+    const head = Number((x / 10 ** power).toPrecision(3));
+    return `${head}e${power}`.replaceAll("-", "−");
+  }
+  if (Number.isInteger(x) && Number.isInteger(step)) return count(x);
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  const isBetween = decimals < 6 && Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6;
+  return x.toFixed(isBetween ? decimals + 1 : decimals).replace("-", "−");
+}
+
+/** The least and the greatest of finite values, with some air; null if there is none. */
+export function range(values, fromZero) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const x of values) {
+    if (x < low) low = x;
+    if (x > high) high = x;
+  }
+  if (low > high) return null;
+  if (fromZero && low >= 0) return [0, high > 0 ? high * 1.12 : 1];
+  if (low === high) return [low - Math.max(Math.abs(low) * 0.1, 1e-9), high + Math.max(Math.abs(high) * 0.1, 1e-9)];
+  const air = (high - low) * 0.07;
+  return [low >= 0 && low < air ? 0 : low - air, high + air];
+}
+
+/** Of [place, value] points at most about `most`: of each stretch its least and its greatest, so no spike is lost. */
+export function thin(points, most) {
+  if (points.length <= most) return points;
+  const perStretch = Math.ceil((points.length * 2) / most);
+  const kept = [];
+  for (let start = 0; start < points.length; start += perStretch) {
+    const stretch = points.slice(start, start + perStretch);
+    let low = stretch[0];
+    let high = stretch[0];
+    for (const point of stretch) {
+      if (point[1] < low[1]) low = point;
+      if (point[1] > high[1]) high = point;
+    }
+    kept.push(...(low === high ? [low] : low[0] < high[0] ? [low, high] : [high, low]));
+  }
+  const last = points[points.length - 1];
+  if (kept[kept.length - 1] !== last) kept.push(last);
+  return kept;
+}
+
+/** Each value as the mean of those around it: a middle line that does not lag behind. */
+export function smooth(points) {
+  const around = Math.max(2, Math.round(points.length / 60));
+  const sums = [0];
+  for (const [, x] of points) sums.push(sums[sums.length - 1] + x);
+  return points.map(([place], n) => {
+    const reach = Math.min(around, n, points.length - 1 - n); // even on both sides, also at the ends
+    return [place, (sums[n + reach + 1] - sums[n - reach]) / (2 * reach + 1)];
+  });
+}

@@ -1,0 +1,109 @@
+"""The console's files as they are: a page at `/`, its parts under `/console/`. They hold no data and need no key."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from tinkex.server.faults import as_response, not_found
+
+FOLDER: Final = Path(__file__).parents[1] / "console"
+PAGE: Final = "index.html"
+MEDIA_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        # The browser itself refuses to make HTML out of text, should the page ever try.
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS: Final = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    # Kept, but asked for again every time: after an update the page must not mix old parts with new ones.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+async def page(request: Request) -> Response:
+    return _respond(request, (await asyncio.to_thread(parts))[PAGE], {"vary": "Accept"})
+
+
+async def part(request: Request) -> Response:
+    name = request.path_params["name"]
+    found = (await asyncio.to_thread(parts)).get(name)
+    if found is None or name == PAGE:
+        return as_response(not_found("file", name))
+    return _respond(request, found)
+
+
+async def to_page(request: Request) -> Response:
+    """Relative, because a proxy may have taken a prefix away."""
+    return RedirectResponse("../" if request.url.path.endswith("/") else "./", headers=HEADERS)
+
+
+@functools.cache
+def parts() -> Mapping[str, Part]:
+    """All of them by name, read once: what a client asks for is looked up here and never becomes a path."""
+    return {
+        file.name: Part(content := file.read_bytes(), MEDIA_TYPES[file.suffix], _etag(content))
+        for file in sorted(FOLDER.iterdir())
+        if file.suffix in MEDIA_TYPES
+    }
+
+
+def wants_page(request: Request) -> bool:
+    """Browsers say that they read HTML; programs do not."""
+    return "text/html" in request.headers.get("accept", "")
+
+
+ROUTES = [
+    Route("/console", to_page),
+    Route("/console/", to_page),
+    Route("/console/{name:path}", part),
+]
+
+
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+
+def _respond(request: Request, part: Part, more: Mapping[str, str] = {}) -> Response:
+    headers = {**HEADERS, **more, "etag": part.etag}
+    # Proxies that compress mark a tag as weak; it still names these bytes.
+    known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+    if part.etag in known:
+        return Response(status_code=304, headers=headers)
+    return Response(part.content, headers=headers, media_type=part.media_type)
