@@ -1,34 +1,39 @@
 """What is going on: events, statistics, a future's status, and why the service lets work wait.
 
-python examples/06_watch.py [base model]
+    python examples/12_watch.py --model smollm2-135m
+
+The service is the one that TINKER_BASE_URL names, or else a private one on this machine.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import os
 
 import tinkex
 from tinkex.events import RetryEvent, StepEvent
 
-MODEL = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-8B"
-
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="as the service names it")
+    model = parser.parse_args().model
+
     # Listeners and observers run on the SDK's own thread: they must be quick and must not wait for the SDK.
     steps: list[StepEvent] = []
     retries: list[RetryEvent] = []
     waits: list[tuple[str, str | None]] = []
     endings = [tinkex.on("step", steps.append), tinkex.on("retry", retries.append)]
 
-    with tinkex.ServiceClient() as service:
-        training = service.create_lora_training_client(MODEL, rank=16)
+    with tinkex.ServiceClient() if "TINKER_BASE_URL" in os.environ else tinkex.local(model) as service:
+        training = service.create_lora_training_client(model, rank=16)
         training.on_queue_state(lambda state, reason: waits.append((state, reason)))
-        example = tinkex.Datum(
+        datum = tinkex.Datum(
             tinkex.ModelInput.from_ints([101, 7, 23]), {"target_tokens": [7, 23, 42], "weights": [1.0, 1.0, 1.0]}
         )
-        future = training.forward_backward([example], "cross_entropy")
+        future = training.forward_backward([datum], "cross_entropy")
         try:
-            future.result(timeout=0.01)  # a waiter's timeout does not touch the work
+            future.result(timeout=0.001)  # a waiter's timeout does not touch the work
         except TimeoutError:
             print(f"still {future.status().state}")
         print(f"loss {future.result().metrics['loss:sum']:.3f}")

@@ -1,31 +1,39 @@
 """Checkpoints: save, go on later with the optimizer's state, list, let expire, delete.
 
-python examples/04_checkpoints.py [base model]
+    python examples/11_checkpoints.py --model smollm2-135m
+
+The service is the one that TINKER_BASE_URL names, or else a private one on this machine. `tinkex.local(model,
+data_dir=FOLDER)` keeps what is saved after the program has ended.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import os
 
 import tinkex
 
-MODEL = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-8B"
 DAY = 24 * 3600
 
 
 def step(training: tinkex.TrainingClient) -> float:
-    tokens = [101, 7, 23, 42]
-    example = tinkex.Datum(
-        tinkex.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": [1.0, 1.0, 1.0]}
+    tokens: list[int] = training.get_tokenizer().encode("What is kept is not lost.", add_special_tokens=False)
+    datum = tinkex.Datum(
+        tinkex.ModelInput.from_ints(tokens[:-1]),
+        {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
     )
-    forward_backward = training.forward_backward([example], "cross_entropy")
-    training.optim_step(tinkex.AdamParams(learning_rate=5e-3)).result()
+    forward_backward = training.forward_backward([datum], "cross_entropy")
+    training.optim_step(tinkex.AdamParams(learning_rate=1e-3)).result()
     return forward_backward.result().metrics["loss:sum"]
 
 
 def main() -> None:
-    with tinkex.ServiceClient() as service:
-        training = service.create_lora_training_client(MODEL, rank=16, user_metadata={"purpose": "example"})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="as the service names it")
+    model = parser.parse_args().model
+
+    with tinkex.ServiceClient() if "TINKER_BASE_URL" in os.environ else tinkex.local(model) as service:
+        training = service.create_lora_training_client(model, rank=16, user_metadata={"purpose": "example"})
         print(f"loss {step(training):.3f}")
 
         # Two kinds: state to train on (weights and optimizer), and weights to sample from.
@@ -33,12 +41,13 @@ def main() -> None:
         for_sampling = training.save_weights_for_sampler("after-step-1", ttl_seconds=DAY).result()
         print(f"saved {state.path}")
 
-        # A new client, as after a crash: rank, trained parts and optimizer are those that were saved.
+        # A new client, as in another program: rank, trained parts and optimizer are those that were saved.
         resumed = service.create_training_client_from_state_with_optimizer(state.path)
         print(f"resumed, loss {step(resumed):.3f}")
 
         sampler = service.create_sampling_client(model_path=for_sampling.path)
-        answer = sampler.sample(tinkex.ModelInput.from_ints([101, 7]), 1, tinkex.SamplingParams(max_tokens=4)).result()
+        prompt = tinkex.ModelInput.from_text("What is kept", sampler.get_tokenizer())
+        answer = sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=4)).result()
         print(f"sampled {answer.sequences[0].tokens}")
 
         rest = service.create_rest_client()
