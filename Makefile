@@ -3,17 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LOCAL := $(VENV)/.local
 
-.PHONY: help test test-full check format docs bench conformance compatibility golden cookbook cookbook-runs clean
+.PHONY: help demo test test-full check format docs site bench conformance compatibility golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(READY): pyproject.toml constraints.txt
-	@echo "Setting up $(VENV) (a few minutes the first time: torch is the large part)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,local,postgres]'
+	@$(PYTHON) scripts/install.py $(VENV) dev,local,postgres
+	@touch $@ $(LOCAL)
+
+$(LOCAL): pyproject.toml constraints.txt
+	@$(PYTHON) scripts/install.py $(VENV) local
 	@touch $@
+
+demo: $(LOCAL)  ## watch a small model learn something on this machine (a few minutes)
+	@$(BIN)/tinkex demo
 
 test: $(READY)  ## all tests that fit into a few minutes
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
@@ -34,6 +40,10 @@ format: $(READY)  ## mend formatting and what the linter can mend
 
 docs: $(READY)  ## write the generated pages anew
 	$(BIN)/python scripts/make_docs.py
+	$(BIN)/python scripts/make_reference.py
+
+site: $(READY)  ## the documents as a static site, in site/
+	$(BIN)/python scripts/make_site.py
 
 cookbook-runs: $(READY)  ## train with tinker-cookbook, official client and alias (five minutes, own environment)
 	$(BIN)/python -m pytest tests/cookbook -s
@@ -55,4 +65,4 @@ golden: $(READY)  ## record the official clients' requests anew
 	$(BIN)/python tests/golden/record.py
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist build
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache dist build

@@ -6,6 +6,7 @@ A made part stands between two marks in its page; the prose around it is written
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import inspect
 import re
@@ -16,7 +17,8 @@ from pathlib import Path
 from tinkex import errors, settings
 from tinkex.cli import main as cli
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = PAGES = Path(__file__).resolve().parent.parent
+SOURCES, RESULTS = ROOT / "src" / "tinkex", ROOT / "benchmarks" / "results"
 Error = type[errors.TinkexError]
 MARKS = re.compile(r"(<!-- made by scripts/make_docs.py: do not edit -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -45,6 +47,50 @@ SETTINGS = {
     "log": "`debug` or `info`: what the loggers `tinkex.*` say. Not a field of `Config`.",
 }
 """What each setting is for. A setting without a sentence here stops this script."""
+
+
+REMEDIES = {
+    "TinkexError": "Catch it to catch everything below.",
+    "ConfigError": "Mend the setting that the message names; `tinkex doctor` shows where each came from.",
+    "ValidationError": "Mend the argument that the message names, and call again.",
+    "MissingExtra": "Install the extra: `pip install -e '.[NAME]'` in a clone.",
+    "ClosedError": "Make a new client, or close it later.",
+    "DeadlineExceeded": "Look at the run's state before you repeat a step; raise `deadline_s` for long work.",
+    "WrongThread": "Use the `_async` twin or `await`, or call from another thread.",
+    "StreamAlreadyConsumed": "Call `stream()` again for another sample.",
+    "ResultExpired": "Look at the run's state before you repeat a training step; samples are repeated by themselves.",
+    "RequestFailedError": "Read `category`. `user`: mend the data. `server`: try again; the service's log says why.",
+    "APIError": "Catch it to catch all that can go wrong on the way.",
+    "APIConnectionError": "Run `tinkex doctor`: is the service up, is the address right, is a proxy in the way?",
+    "APITimeoutError": "As above; raise `timeout_s` for a slow line.",
+    "APIResponseValidationError": "Check `TINKER_BASE_URL`: something else than a Tinker service answers there.",
+    "APIStatusError": "Read `status_code` and `body`.",
+    "BadRequestError": "Mend what the message names.",
+    "ContextOverflow": "Shorten the prompt or lower `max_tokens`; the message has the three numbers.",
+    "AuthenticationError": "Set `TINKER_API_KEY`; on a service of your own, `tinkex key create`.",
+    "BillingError": "Look into the account on the hosted service.",
+    "PermissionDeniedError": "Use a key that may, or ask its owner.",
+    "NotFoundError": "Check the name. What belongs to another tenant is not found either.",
+    "ConflictError": "Use another name, or `overwrite=True` where the call has it.",
+    "UnprocessableEntityError": "Mend the field that the message names.",
+    "RateLimitError": "Wait; the SDK did so already. Ask for less at once.",
+    "InternalServerError": "Try again later; on a service of your own, its log says why.",
+}
+"""What to do about each error. One without a sentence here stops this script."""
+
+ANSWERS = {
+    "engine_failed": "The engine failed at this request; the message is its own.",
+    "engine_restarting": "The engine is being started again. Ask again in a moment.",
+    "model_not_found": "No such model is served, and no such adapter is known.",
+    "not_ready": "The engine cannot work now; the message says why. Ask again in a moment.",
+    "store_unavailable": "The disk is full or the database cannot be reached. Ask again after Retry-After.",
+    "unauthorised": "The key is missing, unknown or revoked. `tinkex key create` on the server makes one.",
+    "unknown_endpoint": "The service has no such call.",
+    "wrong_method": "The call exists, with another HTTP verb.",
+}
+"""What the service says under codes whose message is put together elsewhere."""
+MORE_CODES = {"unknown_training_run": ("404", "training run … is not known.")}
+"""Codes that are put together in the code itself."""
 
 
 def settings_table() -> str:
@@ -96,15 +142,58 @@ def _serve_default(name: str) -> str:
 def error_table() -> str:
     statuses: dict[Error, str] = {kind: str(status) for status, kind in errors._BY_STATUS.items()}
     statuses[errors.InternalServerError] = "5xx"
-    rows = ["| error | also a | status | again? | when |", "|---|---|---|---|---|"]
+    rows = ["| error | also a | status | again? | when | what to do |", "|---|---|---|---|---|---|"]
     for depth, kind in _tree(errors.TinkexError):
         place = "· " * depth
         others = ", ".join(f"`{base.__name__}`" for base in kind.__bases__[1:])
         rows.append(
             f"| {place}`{kind.__name__}` | {others} | {statuses.get(kind, '')} | {_retryable(kind, statuses)} | "
-            f"{_sentence(kind)} |"
+            f"{_sentence(kind)} | {REMEDIES[kind.__name__]} |"
         )
     return "\n".join(rows)
+
+
+def code_table() -> str:
+    """Every code that the service can answer with, read from its sources."""
+    found: dict[str, set[tuple[str, str]]] = {code: {answer} for code, answer in MORE_CODES.items()}
+    for file in sorted((SOURCES / "server").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                for status, code, said in _refusal(node.func.id, [_text(entry) for entry in node.args]):
+                    found.setdefault(code, set()).add((status, said))
+    rows = ["| code | status | what is said, for example |", "|---|---|---|"]
+    for code, answers in sorted(found.items()):
+        statuses = ", ".join(sorted({status for status, _ in answers}))
+        longest = max((said for _, said in answers), key=lambda said: (len(said), said))
+        rows.append(f"| `{code}` | {statuses} | {ANSWERS[code] if longest == '…' else longest} |".replace("*", "\\*"))
+    return "\n".join(rows)
+
+
+def _refusal(maker: str, words: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Status, code and text of one place where the service refuses something."""
+    if maker == "Refused" and len(words) > 2:
+        status, said, code = words[:3]
+    elif maker in ("bad", "busy"):
+        status, said, code = {"bad": "400", "busy": "429"}[maker], *[*words, "bad_request"][:2]
+    elif maker == "not_found":
+        status, said, code = "404", f"{words[0]} … is not known.", f"unknown_{words[0].replace(' ', '_')}"
+    else:
+        return
+    if "…" not in code and status != "…":
+        yield status, code, said
+
+
+def _text(node: ast.expr) -> str:
+    """A string as far as the source tells it; … stands for what is filled in."""
+    match node:
+        case ast.Constant(value=value):
+            return str(value)
+        case ast.JoinedStr(values=values):
+            return "".join(_text(value) for value in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _text(left) + _text(right)
+        case _:
+            return "…"
 
 
 def _tree(kind: Error, depth: int = 0) -> Iterator[tuple[int, Error]]:
@@ -187,20 +276,27 @@ def _words(action: argparse.Action) -> str:
     return ", ".join(f"`{word}{f' {value}' if value else ''}`" for word in action.option_strings)
 
 
+def conformance_table() -> str:
+    """What `make conformance` found the last time."""
+    text = (RESULTS / "conformance.md").read_text(encoding="utf-8")
+    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
+
+
 MADE: dict[str, tuple[Callable[[], str], ...]] = {
-    "settings.md": (settings_table, serve_table),
-    "errors.md": (error_table,),
-    "cli.md": (command_pages,),
+    "README.md": (conformance_table,),
+    "docs/settings.md": (settings_table, serve_table),
+    "docs/errors.md": (error_table, code_table),
+    "docs/cli.md": (command_pages,),
 }
 """Page → what makes its parts, in their order."""
 
 
 def made(page: str) -> tuple[str, str]:
     """The page as it is, and as it should be."""
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = (PAGES / page).read_text(encoding="utf-8")
     makers = iter(MADE[page])
     if len(MARKS.findall(text)) != len(MADE[page]):
-        raise SystemExit(f"docs/{page} needs pairs of marks, one for each of {len(MADE[page])} parts: {MARKS.pattern}")
+        raise SystemExit(f"{page} needs pairs of marks, one for each of {len(MADE[page])} parts: {MARKS.pattern}")
     return text, MARKS.sub(lambda found: f"{found[1]}{next(makers)()}\n{found[2]}", text)
 
 
@@ -214,8 +310,8 @@ def main(argv: list[str]) -> int:
         if text != wanted:
             stale.append(page)
             if not is_check:
-                (DOCS / page).write_text(wanted, encoding="utf-8")
-                print(f"wrote docs/{page}")
+                (PAGES / page).write_text(wanted, encoding="utf-8")
+                print(f"wrote {page}")
     if is_check and stale:
         print(f"Not up to date: {', '.join(stale)}. Run python scripts/make_docs.py", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ VERBS = {
     "tinkex.client.sampling.SamplingClient.stream",
     "tinkex.client.future.APIFuture",
     "tinkex.types.tensor.TensorData",
+    "tinkex.watch.progress.progress",
     "tinkex.types.inputs.ModelInput",
     "tinkex.types.inputs.Datum",
     "tinkex.events.on",

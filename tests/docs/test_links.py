@@ -62,9 +62,15 @@ def test_files_named_in_prose_exist(page: Path) -> None:
     assert not wrong, f"{named(page)}: {wrong}"
 
 
-def test_every_page_of_docs_is_linked_from_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    missing = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"(docs/{page.name})" not in text]
+def test_every_page_of_docs_is_reached_from_the_readme_and_the_front_page() -> None:
+    waiting, seen = [ROOT / "README.md", ROOT / "docs" / "index.md"], set[Path]()
+    while waiting:
+        page = waiting.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        waiting += [(page.parent / link["target"].partition("#")[0]).resolve() for link in LINK.finditer(prose(page))]
+    missing = [named(page) for page in sorted((ROOT / "docs").rglob("*.md")) if page not in seen]
     assert not missing
 
 
