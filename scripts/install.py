@@ -25,7 +25,7 @@ def main(venv: Path, extras: str) -> int:
         f"Setting up {venv.name} with what PyPI has (a few minutes the first time; torch is the large part).",
         flush=True,
     )
-    if not (venv / "bin" / "python").exists():
+    if not (venv / "bin" / "pip").exists():  # an environment whose making was interrupted has python and no pip
         made = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True)
         if made.returncode:
             print(f"Cannot set up {venv.name}: {last_words(made.stdout + made.stderr)}", file=sys.stderr)

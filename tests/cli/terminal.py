@@ -25,7 +25,8 @@ class Terminal:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tinkex", *words], stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
-            env=dict(os.environ),  # readline, where it was loaded, sets LINES behind Python's back
+            # A notebook's kernel or readline may have set these, and they would overrule the terminal.
+            env={name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")},
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(inner)

@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 import pytest
+from sqlalchemy import select
+from sqlalchemy.dialects import sqlite
 from starlette.requests import Request
 
 from tests.server.fake_engine import FakeEngine
@@ -19,7 +21,10 @@ from tinkex.server.faults import Refused, bad
 from tinkex.server.routes import insight
 from tinkex.server.service import Service
 from tinkex.server.steps import steps_of, thinned
+from tinkex.store.journal import _FAILED
 from tinkex.store.records import Operation
+from tinkex.store.rows import operations
+from tinkex.store.store import Store
 
 
 def row(seq_id: int, kind: str, metrics: dict[str, float] | None = None, tokens: int = 0, s: float = 0.0) -> Operation:
@@ -41,7 +46,8 @@ def test_the_parts_of_one_batch_become_one_step_with_one_loss() -> None:
         row(7, "optim_step", {"learning_rate": 2e-4}),
         row(8, "forward_backward", {"loss:sum": 1.0, "weight:sum": 1.0}),
     ]
-    first, second = steps_of(rows)
+    (first, second), open_passes = steps_of(rows)
+    assert open_passes == 1
     assert (first["loss"], first["tokens"], first["seconds"], first["learning_rate"]) == (1.0, 52, 1.75, 1e-4)
     assert (first["seq_id"], first["evaluation_loss"], first["metrics"]["grad_norm:sum"]) == (3, None, 2.0)
     assert (second["loss"], second["evaluation_loss"], second["learning_rate"]) == (7.0, 2.0, 2e-4)
@@ -49,8 +55,19 @@ def test_the_parts_of_one_batch_become_one_step_with_one_loss() -> None:
 
 def test_passes_without_any_step_are_told_when_the_list_is_cut() -> None:
     rows = [row(number, "forward_backward", {"loss:sum": 1.0, "weight:sum": 2.0}) for number in range(1, 4)]
-    assert steps_of(rows) == []
-    assert [(entry["seq_id"], entry["loss"]) for entry in steps_of(rows, is_cut=True)] == [(3, 0.5)]
+    assert steps_of(rows) == ([], 3)
+    steps, open_passes = steps_of(rows, is_cut=True)
+    assert [(entry["seq_id"], entry["loss"]) for entry in steps] == [(3, 0.5)] and open_passes == 0
+
+
+def test_gradients_sent_as_weights_are_not_told_as_a_mean_loss() -> None:
+    rows = [
+        row(1, "forward", {"loss:sum": 0.0, "weight:sum": 0.0}),
+        row(2, "forward_backward", {"loss:sum": 3.0, "weight:sum": -1e-7}),
+        row(3, "optim_step"),
+    ]
+    (step,), _ = steps_of(rows)
+    assert (step["loss"], step["evaluation_loss"]) == (None, None)
 
 
 async def ask(service: Service, name: str, tenant: str, query: str = "", **parts: str) -> dict[str, Any]:
@@ -72,6 +89,7 @@ async def test_a_run_tells_its_steps_and_goes_on_after_the_last_one_that_was_tol
         assert told["steps"][0]["learning_rate"] == 0.5
         again = await ask(service, "run_steps", "t", "after_seq_id=2", run_id=lane.run.id)
         assert [entry["seq_id"] for entry in again["steps"]] == [4] and again["next_seq_id"] == 4
+        assert (await ask(service, "run_steps", "t", f"after_seq_id={10**30}", run_id=lane.run.id))["steps"] == []
         with pytest.raises(Refused, match="not known"):
             await ask(service, "run_steps", "stranger", run_id=lane.run.id)
 
@@ -92,6 +110,27 @@ async def test_the_state_tells_ones_own_queue_and_of_others_a_number(tmp_path: P
         assert "1 operation of this run before it" in state["queue"][1]["reason"]
         assert "stranger" not in orjson.dumps(state).decode()
         engine.gate.set()
+
+
+@scenario
+async def test_looking_at_an_old_run_reads_no_journal_into_memory(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as service:
+        lane = await new_lane(service)
+        await done(service, await step(service, lane, 1, 0.5))
+    async with running(tmp_path, FakeEngine()) as service:
+        told = await ask(service, "run_steps", "t", run_id=lane.run.id)
+        assert len(told["steps"]) == 1 and told["is_active"] is False
+        assert not service.worker._lanes
+
+
+def test_the_failures_of_a_tenant_are_found_by_their_index(tmp_path: Path) -> None:
+    """SQLite uses a partial index only if the states stand in the statement: as parameters it read every row."""
+    wanted = select(operations).where(operations.c.tenant == "t", _FAILED)
+    text = str(wanted.compile(dialect=sqlite.dialect(), compile_kwargs={"render_postcompile": True}))
+    assert "IN ('failed', 'refused')" in text
+    with Store.open(f"sqlite:///{tmp_path}/tinkex.db", tmp_path) as store, store._read() as connection:
+        plan = connection.exec_driver_sql("EXPLAIN QUERY PLAN " + text, ("t",)).all()
+    assert "USING INDEX operations_failed" in str(plan)
 
 
 @scenario

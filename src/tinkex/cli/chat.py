@@ -125,7 +125,9 @@ class Conversation:
         if not self.messages:
             return "Nothing was said yet."
         try:
-            file.write_text(json.dumps({"model": self.model, "messages": self.whole}, ensure_ascii=False) + "\n")
+            file.write_text(
+                json.dumps({"model": self.model, "messages": self.whole}, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
         except OSError as problem:
             return f"{file} cannot be written: {problem.strerror}."
         self._files.add(file)

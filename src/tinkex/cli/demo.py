@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 MODEL = "smollm2-135m"
 MORE = """\
 A private service is started, a model of 135 million parameters is examined, trained and examined
-again, and the adapter is saved. That takes a few minutes on two cores, without a GPU. The first time,
-the model is fetched. With --rl nobody shows the model what is right: it tries, and is given points.
+again, and the adapter is saved. It takes a few minutes on two cores, without a GPU; the first time
+the model is fetched. With --rl nobody shows it what is right: it tries, and is given points.
 Stopped with Ctrl-C, it goes on when run again."""
 
 

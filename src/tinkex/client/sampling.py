@@ -122,9 +122,9 @@ class SamplingClient(Handle):
         )
         operation.observers = (self._observe,)
         operation.usage = self._usage(prompt)
-        connection.announce(operation)
         if connection.dialect is not None:
             write_prompt(prompt, connection.dialect)  # the long part of the body, on the caller's thread
+        connection.announce(operation)
         future = connection.run(operation, lambda: run_sample(connection, operation, self, request))
         if connection.dynamic.sample_cancel_enabled:
             future.add_done_callback(lambda done: cancel_on_service(connection, operation, done))

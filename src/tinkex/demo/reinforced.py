@@ -22,7 +22,7 @@ def run(stage: Stage) -> tuple[float, float]:
     memory = stage.memory
     say(f"tinkex demo: {memory.model} learns by trial and error to name opposites in one word, on this machine.\n")
     with stage.service() as service:
-        training, start = stage.training(service, RANK)
+        training, start, is_open = stage.training(service, RANK)
         del memory.rewards[start:]  # those of a step that was sampled and not trained
         tokenizer = training.get_tokenizer()
         if not start:
@@ -38,7 +38,9 @@ def run(stage: Stage) -> tuple[float, float]:
                 data, rewards = play(sampler, tokenizer, memory.seed, step)
                 memory.rewards.append(sum(rewards) / len(rewards))
                 shown.note(reward=memory.rewards[-1])
-                if data:  # if all answers of every group are alike, there is nothing to learn from
+                # Nothing to learn from if all answers of every group are alike; nothing to send if the stop came
+                # between the two calls and the gradient is there.
+                if data and (step > start or not is_open):
                     training.forward_backward(data, "importance_sampling")
                 training.optim_step(AdamParams(learning_rate=RATE)).result()
                 stage.remember()

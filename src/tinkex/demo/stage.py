@@ -98,29 +98,44 @@ class Stage:
         with local(self.memory.model, data_dir=self.folder / SERVICE, drain_s=0) as service:
             yield service
 
-    def training(self, service: LocalServiceClient, rank: int) -> tuple[TrainingClient, int]:
-        """The run, and how many steps it has made: a new one, or the one that was stopped."""
+    def training(self, service: LocalServiceClient, rank: int) -> tuple[TrainingClient, int, bool]:
+        """A new run, or the one that was stopped; how many steps it has made; whether a gradient waits for the next."""
         if self.memory.run_id:
             try:
                 training = service.create_training_client_from_run(self.memory.run_id)
-                done = len(self.steps(service, until_idle=True))
-                say(f"Going on after step {done}; --fresh begins anew.")
-                return training, done
+                steps, is_open = self._catch_up(service)
+                say(f"Going on after step {len(steps)}; --fresh begins anew.")
+                return training, len(steps), is_open
             except NotFoundError:
                 say("The run that was stopped is gone. Beginning anew.")
         self.memory.rewards = []
         training = service.create_lora_training_client(self.memory.model, rank=rank, seed=self.memory.seed)
         self.memory.run_id = training.model_id
         self.remember()
-        return training, 0
+        return training, 0, False
 
-    def steps(self, service: LocalServiceClient, *, until_idle: bool = False) -> list[RunStep]:
+    def steps(self, service: LocalServiceClient) -> list[RunStep]:
         """The run's steps as the service knows them, also those of an earlier sitting."""
-        rest, began = service.create_rest_client(), REAL.now()
+        return self._read_steps(service)[0]
+
+    def _read_steps(self, service: LocalServiceClient) -> tuple[list[RunStep], bool, bool]:
+        """Page by page; whether a gradient waits, and whether operations still do."""
+        rest, after = service.create_rest_client(), -1
+        steps: list[RunStep] = []
         while True:
-            found = rest.get_run_steps(self.memory.run_id).result()
-            if not (until_idle and found.is_active):
-                return found.steps
+            found = rest.get_run_steps(self.memory.run_id, after).result()
+            if not found.steps:
+                return steps, found.open_passes > 0, found.is_active
+            steps += found.steps
+            after = found.next_seq_id
+
+    def _catch_up(self, service: LocalServiceClient) -> tuple[list[RunStep], bool]:
+        """Wait until what was accepted before the stop has run."""
+        began = REAL.now()
+        while True:
+            steps, is_open, is_active = self._read_steps(service)
+            if not is_active:
+                return steps, is_open
             if REAL.now() - began > CATCH_UP_S:
                 raise DeadlineExceeded(
                     f"The run's last steps did not end within {CATCH_UP_S:.0f} s. --fresh begins anew."

@@ -30,7 +30,7 @@ def run(stage: Stage) -> tuple[int, int]:
             memory.answers = ask(base, exam)
             stage.remember()
         before = report(exam, memory.answers)
-        training, start = stage.training(service, RANK)
+        training, start, is_open = stage.training(service, RANK)
         tokenizer = training.get_tokenizer()
         say(
             f"\nTraining: {memory.steps} steps of {BATCH} examples; LoRA, rank {RANK}. "
@@ -39,8 +39,9 @@ def run(stage: Stage) -> tuple[int, int]:
         sent: list[APIFuture[Any]] = []
         with progress(training, memory.steps, start=start) as shown:
             for step in shown:
-                batch = [orders.example(memory.seed, step * BATCH + row) for row in range(BATCH)]
-                training.forward_backward([datum(tokenizer, order) for order in batch], "cross_entropy")
+                if step > start or not is_open:  # else its gradient is there: the stop came between the two calls
+                    batch = [orders.example(memory.seed, step * BATCH + row) for row in range(BATCH)]
+                    training.forward_backward([datum(tokenizer, order) for order in batch], "cross_entropy")
                 sent.append(training.optim_step(AdamParams(learning_rate=rate(step, memory.steps))))
                 if len(sent) > IN_FLIGHT:
                     sent.pop(0).result()

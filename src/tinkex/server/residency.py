@@ -98,6 +98,8 @@ class Residency:
 
     async def drop(self, run_id: str) -> None:
         """Forget the adapter in the engine."""
-        if self.holds(run_id):
-            await self._engine.run(Frame({"op": "drop", "adapter": run_id}))
-        self._resident.pop(run_id, None)
+        try:
+            if self.holds(run_id):
+                await self._engine.run(Frame({"op": "drop", "adapter": run_id}))
+        finally:  # whatever it still holds is made anew when the run is used
+            self._resident.pop(run_id, None)

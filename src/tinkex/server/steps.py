@@ -12,8 +12,11 @@ from tinkex.store.records import Operation
 TOLD = frozenset({"forward", "forward_backward", "optim_step"})
 
 
-def steps_of(operations: Iterable[Operation], *, is_cut: bool = False) -> list[dict[str, Any]]:
-    """Complete steps. What follows the last optim_step is kept for the next time, unless the list was cut there."""
+def steps_of(operations: Iterable[Operation], *, is_cut: bool = False) -> tuple[list[dict[str, Any]], int]:
+    """Complete steps, and how many forward_backward calls follow the last of them.
+
+    What follows the last optim_step is kept for the next time, unless the list was cut there.
+    """
     steps: list[dict[str, Any]] = []
     parts: list[Operation] = []
     for row in operations:
@@ -24,7 +27,8 @@ def steps_of(operations: Iterable[Operation], *, is_cut: bool = False) -> list[d
             parts = []
     if is_cut and parts and not steps:
         steps.append(_step(parts))  # thousands of passes without an optim_step: told as one, or nothing ever would be
-    return steps
+        parts = []
+    return steps, sum(row.kind == "forward_backward" for row in parts)
 
 
 def thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -47,14 +51,20 @@ def _step(parts: list[Operation]) -> dict[str, Any]:
         "learning_rate": rate,
         "tokens": sum(row.cost_tokens for row in parts),
         "seconds": sum(row.engine_s or 0.0 for row in parts),
-        "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
+        "metrics": {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
     }
 
 
 def _loss(passes: Iterable[Operation]) -> float | None:
-    """One number for all passes of a step: a client may have cut one batch into several."""
-    found = [row.metrics for row in passes if row.metrics and "loss:sum" in row.metrics]
+    """One number for all passes of a step: a client may have cut one batch into several.
+
+    The passes of a loss of the client's own have weights that are none: zeros, to learn the log-probabilities, and then
+    gradients. What does not add up to a positive weight is no mean, and is not told as one.
+    """
+    found = [row.metrics for row in passes if row.metrics and row.metrics.get("loss:sum") is not None]
     if not found:
         return None
-    total, weight = (math.fsum(metrics.get(name, 0.0) for metrics in found) for name in ("loss:sum", "weight:sum"))
-    return total / weight if weight else total
+    total, weight = (math.fsum(metrics.get(name) or 0.0 for metrics in found) for name in ("loss:sum", "weight:sum"))
+    if any("weight:sum" in metrics for metrics in found):
+        return total / weight if weight > 0 else None
+    return total

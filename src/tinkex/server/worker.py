@@ -35,6 +35,8 @@ WINDOW = 8
 MOST_DEATHS = 3
 """An operation that takes the engine down so often is given up. Two may be chance: somebody ends processes."""
 MOST_REBUILDS = 20
+EVICT = "evict"
+"""The kind that stands in a lane while its adapter leaves the engine: no client asked for it."""
 
 
 class Worker:
@@ -109,6 +111,11 @@ class Worker:
         if name in self._catalog.names:
             return ""
         return f"its base model {name} is not served now; start the service with --base-model {name}, and it goes on"
+
+    def is_active(self, run_id: str) -> bool:
+        """Whether a run has work. Nothing is read for it: `resume` loaded every lane that had some."""
+        lane = self._lanes.get(run_id)
+        return lane is not None and bool(lane.waiting or (lane.running is not None and lane.running.kind != EVICT))
 
     async def lane(self, run_id: str) -> Lane | None:
         """A run's lane, read from the journal when it is first asked for."""
@@ -219,7 +226,7 @@ class Worker:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (problem := task.exception()) is not None:
-            logger.error("an operation ended without a word; it runs again after a restart", exc_info=problem)
+            logger.error("an operation ended without a word", exc_info=problem)
         self.wake()
 
     async def _execute(self, lane: Lane, pending: Pending) -> None:
@@ -318,12 +325,13 @@ class Worker:
 
     async def _unkept(self, lane: Lane, pending: Pending, problem: Exception) -> tuple[str, str]:
         """What to tell. The engine has done what the journal does not know: it forgets the run, which is rebuilt."""
-        with contextlib.suppress(EngineDied, EngineFault):
-            await self._residency.drop(lane.run.id)
+        if pending.kind in REPLAYED or pending.kind in ("load_weights", "load_model"):
+            with contextlib.suppress(EngineDied, EngineFault):
+                await self._residency.drop(lane.run.id)
         if isinstance(problem, ValidationError):
             return str(problem), "user"
         logger.error("the result of %s (%s) was not stored", pending.request_id, pending.kind, exc_info=problem)
-        return "The result could not be stored; the service's log says why. The run is as it was before.", "server"
+        return "The result could not be stored, so the operation does not count; the service's log says why.", "server"
 
     async def _after(self, lane: Lane, pending: Pending, done: Done) -> None:
         """What follows a result and cannot undo it: a snapshot that fails leaves the journal, which has it all."""
@@ -365,7 +373,7 @@ class Worker:
         lane = self._lanes.get(run_id)
         if lane is None or lane.running is not None or lane.waiting or not self._residency.holds(run_id):
             return False
-        lane.running = Pending("", run_id, lane.run.tenant, lane.ran, "evict", self._clock.now())  # nobody starts now
+        lane.running = Pending("", run_id, lane.run.tenant, lane.ran, EVICT, self._clock.now())  # nobody starts now
         try:
             if lane.is_changed:
                 await self._residency.snapshot(lane, lane.ran)

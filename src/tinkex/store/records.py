@@ -67,7 +67,7 @@ class Operation:
     options: dict[str, Any] = field(default_factory=dict)
     """What the server needs to know beside the engine's command: names, paths, times to live."""
     engine_s: float | None = None
-    """How long the engine worked on it."""
+    """From when the engine was given it until it answered; what others had it do meanwhile is in it."""
     metrics: dict[str, float] | None = None
     """What came of it in numbers; they stay when the result expires."""
 

@@ -22,7 +22,7 @@ class RunStep(Value):
     learning_rate: float | None = None
     tokens: int = 0
     seconds: float = 0.0
-    """The engine's time."""
+    """From when the engine was given the operations until it answered them."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Those of the last operations, as they were answered."""
 
@@ -33,6 +33,8 @@ class RunStepsResponse(Value):
     """How many steps there were: more than are told where `most_steps` thinned them."""
     next_seq_id: int
     """Pass it as `after_seq_id` to get what comes next."""
+    open_passes: int = 0
+    """forward_backward calls after the last step: their gradients wait for an optim_step."""
     is_active: bool = False
     """Whether operations of the run are waiting or running."""
 

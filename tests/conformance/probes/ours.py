@@ -53,6 +53,34 @@ def get_checkpoint_archive_url(world: World, call: Call) -> None:
         assert "adapter_model.safetensors" in {Path(name).name for name in archive.getnames()}
 
 
+@probe("RestClient.get_run_steps")
+def get_run_steps(world: World, call: Call) -> None:
+    training = world.new_training()
+    for _ in range(2):
+        world.step(training)
+    found = call(world.rest, training.model_id)
+    assert len(found.steps) == 2 and found.steps[1].loss < found.steps[0].loss, found
+    assert len(call(world.rest, training.model_id, found.steps[0].seq_id).steps) == 1
+
+
+@probe("RestClient.get_service_state")
+def get_service_state(world: World, call: Call) -> None:
+    state = call(world.rest)
+    assert state.is_ready and world.model in state.models and state.checkpoints > 0, state
+
+
+@probe("RestClient.list_failed_operations")
+def list_failed_operations(world: World, call: Call) -> None:
+    training = world.new_training()
+    missing = f"tinker://{training.model_id}/weights/never-saved"
+    try:
+        done(training.load_state(missing))
+    except Exception:
+        pass
+    latest = call(world.rest, limit=1).operations[0]
+    assert latest.run_id == training.model_id and "never-saved" in latest.error, latest
+
+
 @probe("*.stats")
 def stats(world: World, call: Call) -> None:
     assert near(world.loss_of(world.training), world.loss)

@@ -8,6 +8,8 @@ from starlette.responses import Response
 from tinkex._version import __version__
 from tinkex.server import views
 from tinkex.server.faults import answer, bad
+from tinkex.server.intake import MAX_SEQ
+from tinkex.server.lanes import Pending
 from tinkex.server.owned import own_run
 from tinkex.server.requests import page_of, service_of, tenant_of
 from tinkex.server.service import Service
@@ -22,19 +24,20 @@ async def run_steps(request: Request) -> Response:
     service, tenant = service_of(request), tenant_of(request)
     run = await own_run(service, tenant, request.path_params["run_id"])
     try:
-        after = int(request.query_params.get("after_seq_id", -1))
+        after = min(max(int(request.query_params.get("after_seq_id", -1)), -1), MAX_SEQ)
         most_steps = int(request.query_params.get("most_steps", MOST_OPERATIONS))
     except ValueError:
         raise bad("after_seq_id and most_steps must be whole numbers.", "bad_page") from None
+    is_active = service.worker.is_active(run.id)  # before the rows: who reads "idle" has read all that was done
     rows = await service.db(service.store.done_since, run.id, after, MOST_OPERATIONS)
-    steps = steps_of(rows, is_cut=len(rows) == MOST_OPERATIONS)
-    lane = await service.worker.lane(run.id)
+    steps, open_passes = steps_of(rows, is_cut=len(rows) == MOST_OPERATIONS)
     return answer(
         {
             "steps": thinned(steps, most_steps),
             "count": len(steps),
             "next_seq_id": steps[-1]["seq_id"] if steps else after,
-            "is_active": lane is not None and bool(lane.waiting or lane.running),
+            "open_passes": open_passes,
+            "is_active": is_active,
         }
     )
 
@@ -42,17 +45,18 @@ async def run_steps(request: Request) -> Response:
 async def service_state(request: Request) -> Response:
     service, tenant = service_of(request), tenant_of(request)
     engine, worker = service.engine.state, service.worker
-    own = worker.waiting(tenant)
     checkpoints, size_bytes = await service.db(service.store.usage, tenant)
+    uses_keys = await service.access.uses_keys()
+    own = worker.waiting(tenant)  # after all that is awaited: what has ended is not in line
     return answer(
         {
             "version": __version__,
             "tenant": tenant,
-            "uses_keys": await service.access.uses_keys(),
+            "uses_keys": uses_keys,
             "is_ready": engine.is_ready and not worker.halt,
             "reason": worker.halt if engine.is_ready else engine.reason or "The engine is starting.",
             "models": service.catalog.names,
-            "queue": [_queued(service, row.request_id) for row in own[:MOST_QUEUED]],
+            "queue": [_queued(service, row) for row in own[:MOST_QUEUED]],
             "queued_operations": len(own),
             "queued_operations_of_others": worker.queued - len(own),
             "queued_samples": service.sampling.queued,
@@ -73,9 +77,7 @@ async def failed_operations(request: Request) -> Response:
     return answer({"operations": [_failed(row) for row in rows], "cursor": views.cursor(offset, limit, total)})
 
 
-def _queued(service: Service, request_id: str) -> dict[str, object]:
-    pending = service.worker.pending(request_id)
-    assert pending is not None
+def _queued(service: Service, pending: Pending) -> dict[str, object]:
     state, reason = service.worker.queue_of(pending)
     return {
         "run_id": pending.run_id,
