@@ -17,7 +17,7 @@ import pytest
 import tinkex
 from tests.e2e.conftest import MODEL, datum, prompt, step
 from tinkex.client import _chunks, _poll
-from tinkex.testing import Answer, FailFuture, Pending, ScriptedService, Status, Work
+from tinkex.testing import Answer, Delay, FailFuture, Pending, ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
 ONE_TOKEN = tinkex.SamplingParams(max_tokens=1)
@@ -481,7 +481,8 @@ def test_queue_states_reach_the_observers_of_the_client_and_of_the_call(
     service: ScriptedService, training: tinkex.TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = [Pending("paused_capacity", "no room"), Pending("paused_capacity", "no room"), Pending("active")]
-    service.script.on(["optim_step", "forward_backward"], do=waits)
+    # Accepted a little late, so that who listens to the call is there before it is polled for.
+    service.script.on(["optim_step", "forward_backward"], do=[Delay(0.5), *waits])
     by_client: list[tuple[str, str | None]] = []
     by_call: list[tuple[str, str | None]] = []
     by_method: list[str] = []

@@ -61,6 +61,7 @@ def test_chat_fine_tuning_lowers_the_loss_and_weighs_the_answers_alone(run: Run,
     assert re.search(r"saved tinker://.+/weights/harbour", ran.out)
 
 
+@pytest.mark.full
 def test_without_a_service_an_example_starts_its_own(folders: dict[str, str]) -> None:
     without = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TINKEX_"))}
     done = subprocess.run(
