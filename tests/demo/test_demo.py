@@ -83,8 +83,8 @@ def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on_with_the_same_ru
 @pytest.mark.full
 def test_the_second_demo_learns_by_reward_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    interrupted(folder, "step ", "--rl", "--steps", "8")
-    said = run(folder, "--rl", "--steps", "8")
+    interrupted(folder, "step ", "--rl", "--steps", "40")
+    said = run(folder, "--rl", "--steps", "40")
     assert "Going on after step" in said and "mean reward" in said
     assert re.search(r"Mean reward \d\.\d\d in the first 5 steps", said)
 
