@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine import oracle
 from tinkex.engine import hub, model, models
 from tinkex.engine.base import ModelInfo
 
@@ -17,6 +18,14 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="session", autouse=True)
 def two_threads() -> None:
     torch.set_num_threads(2)
+
+
+@pytest.fixture(params=["packed", "general"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test on both runners. The built-in models are all Llama-shaped: left to itself, the engine packs them."""
+    name: str = request.param
+    monkeypatch.setattr(oracle, "RUNNER", {"packed": "auto"}.get(name, name))
+    return name
 
 
 @pytest.fixture(scope="session")

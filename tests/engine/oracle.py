@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,9 @@ from tinkex.engine.model import Model
 from tinkex.engine.train import Trainer
 from tinkex.types.inputs import Datum, ModelInput
 
+RUNNER = "auto"
+"""Which runner a session's trainer prefers; a module's fixture sets it to run its tests on both."""
 FLAGS = ("train_attn", "train_mlp", "train_unembed")
-
-
-def finish(generator: Generator[None, None, Frame]) -> Frame:
-    """Run a command to its end; the reply goes through bytes, as it does between processes."""
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return decode(end.value.encode())
 
 
 class Session:
@@ -36,10 +29,23 @@ class Session:
 
     def __init__(self, model: Model, *, token_budget: int = 4096) -> None:
         self.model = model
-        self.trainer = Trainer(dict.fromkeys(model.info.names, model), token_budget=token_budget)
+        self.trainer = Trainer(dict.fromkeys(model.info.names, model), token_budget=token_budget, runner=RUNNER)
+
+    def send(self, command: Frame) -> Frame:
+        """Run one command to its end; what it raises is raised."""
+        return self.send_all([command])[0]
+
+    def send_all(self, commands: Sequence[Frame]) -> list[Frame]:
+        """Several at once, as a server's tenants send them."""
+        for number, command in enumerate(commands):
+            self.trainer.add(number, decode(command.encode()))
+        replies: dict[int, Frame | Exception] = {}
+        while self.trainer.has_work:
+            replies.update(self.trainer.step())
+        return [decode(good(replies[number]).encode()) for number in range(len(commands))]
 
     def run(self, op: str, adapter: str = "a", **fields: Any) -> Frame:
-        return finish(self.trainer.run(decode(Frame({"op": op, "adapter": adapter, **fields}).encode())))
+        return self.send(Frame({"op": op, "adapter": adapter, **fields}))
 
     def create(self, adapter: str = "a", *, rank: int = 4, seed: int = 0, **flags: bool) -> Adapter:
         given = {**dict.fromkeys(FLAGS, True), **flags}
@@ -55,7 +61,7 @@ class Session:
         op: str = "forward_backward",
         adapter: str = "a",
     ) -> Frame:
-        return finish(self.trainer.run(decode(pass_frame(op, adapter, data, loss_fn, config).encode())))
+        return self.send(pass_frame(op, adapter, data, loss_fn, config))
 
     def logprobs(self, data: Sequence[Datum], adapter: str = "a") -> list[Tensor]:
         reply = self.passes(data, "cross_entropy", op="forward", adapter=adapter)
@@ -64,6 +70,12 @@ class Session:
     def optim(self, adapter: str = "a", **settings: float) -> dict[str, float]:
         metrics: dict[str, float] = self.run("optim_step", adapter, **settings).head["metrics"]
         return metrics
+
+
+def good(reply: Frame | Exception) -> Frame:
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
 
 
 def randomise(adapter: Adapter, seed: int = 7) -> Adapter:

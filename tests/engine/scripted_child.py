@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Generator, Mapping
 from time import sleep
 from typing import Any
@@ -20,7 +21,31 @@ from tinkex.engine.frames import Frame
 
 
 class Trainer:
-    def run(self, command: Frame) -> Generator[None, None, Frame]:
+    """One command at a time."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, Generator[None, None, Frame]]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, number: int, command: Frame) -> None:
+        self._queue.append((number, self._run(command)))
+
+    def step(self) -> list[tuple[int, Frame | Exception]]:
+        number, running = self._queue[0]
+        try:
+            next(running)
+            return []
+        except StopIteration as end:
+            reply = end.value
+        except Exception as problem:
+            reply = problem
+        self._queue.popleft()
+        return [(number, reply)]
+
+    def _run(self, command: Frame) -> Generator[None, None, Frame]:
         match command.head["op"]:
             case "echo":
                 return Frame({"heard": command.head}, command.buffers)

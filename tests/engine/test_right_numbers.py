@@ -21,6 +21,8 @@ from tinkex.engine.model import Model
 from tinkex.types.inputs import Datum
 from tinkex.types.tensor import TensorData
 
+pytestmark = pytest.mark.usefixtures("runner")
+
 TOLERANCE = 1e-4
 LENGTHS = (5, 17, 9)
 
@@ -174,7 +176,7 @@ CASES: dict[str, tuple[str, Callable[[Model], list[Datum]], dict[str, float] | N
 }
 
 
-def check(model: Model, case: str, count: int = len(LENGTHS)) -> None:
+def check(model: Model, case: str, count: int = len(LENGTHS), within: float = TOLERANCE) -> None:
     loss_fn, make, config, formula = CASES[case]
     data = make(model)[:count]
     session = Session(model, token_budget=48)
@@ -187,9 +189,8 @@ def check(model: Model, case: str, count: int = len(LENGTHS)) -> None:
         seen.append(float(total.detach()))
         return total
 
-    # In float64: PEFT's own fp32 gradients of a real model are up to 1.3e-4 from it (measured, ppo), ours 2.4e-5.
     oracle = Oracle(adapter, torch.float64)
-    assert_gradients_equal(adapter, oracle.gradients(loss), TOLERANCE)
+    assert_gradients_equal(adapter, oracle.gradients(loss), within)
     assert reply.head["metrics"]["loss:sum"] == pytest.approx(seen[0], rel=1e-5, abs=1e-4)
     with torch.no_grad():
         for output, example in zip(read_outputs(reply), data, strict=True):
@@ -219,7 +220,8 @@ def test_loss_and_gradient_are_those_of_the_written_formula(tiny: Model, case: s
     ],
 )
 def test_loss_and_gradient_on_a_real_model_are_those_of_the_written_formula(smollm2: Model, case: str) -> None:
-    check(smollm2, case, 2)
+    # Thirty layers of fp32: PEFT's own gradients are up to 1.3e-4 from float64 (ppo, layer 0), as the general runner's.
+    check(smollm2, case, 2, within=3e-4)
 
 
 @pytest.mark.parametrize(

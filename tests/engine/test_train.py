@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.oracle import Session, datum, finish, randomise
-from tinkex.engine import batch
+from tests.engine.oracle import Session, datum, randomise
+from tinkex.engine import batch, losses
 from tinkex.engine.base import EngineFault
-from tinkex.engine.commands import pass_frame
-from tinkex.engine.frames import Frame
-from tinkex.engine.lora import Segment
+from tinkex.engine.commands import pass_frame, read_outputs
+from tinkex.engine.frames import Frame, decode
 from tinkex.engine.model import Model
+from tinkex.engine.runner import Item
+from tinkex.engine.train import Pass, share
 from tinkex.types.inputs import Datum
 from tinkex.types.tensor import TensorData
+
+pytestmark = pytest.mark.usefixtures("runner")
 
 DATA = [datum(range(n), target_tokens=range(1, n + 1)) for n in (5, 17, 9, 30)]
 
@@ -120,61 +123,104 @@ def test_two_runs_interleaved_equal_each_alone_bit_for_bit(tiny: Model) -> None:
     assert_equal(state(session, "two"), alone[1])
 
 
-def test_two_passes_taking_turns_between_micro_batches_equal_each_alone(tiny: Model) -> None:
-    alone = []
-    for seed in (1, 2):
-        session = Session(tiny, token_budget=16)
-        randomise(session.create(seed=seed))
-        session.passes(DATA, "cross_entropy")
-        alone.append(state(session))
-    session = Session(tiny, token_budget=16)
-    for name, seed in (("one", 1), ("two", 2)):
+def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Within 1e-5: sums in another order, no more."""
+    return all(
+        bool((one - other).norm() <= 1e-5 * max(float(other.norm()), 1e-6))
+        for one, other in zip(found, wanted, strict=True)
+    )
+
+
+def alone(tiny: Model, seed: int, rank: int, data: Sequence[Datum] = DATA, op: str = "forward_backward") -> Any:
+    session = Session(tiny)
+    randomise(session.create(seed=seed, rank=rank))
+    reply = session.passes(data, "cross_entropy", op=op)
+    return state(session), reply
+
+
+@pytest.mark.parametrize("budget", [16, 40, 4096])
+def test_passes_of_several_adapters_in_one_micro_batch_equal_each_alone(tiny: Model, budget: int) -> None:
+    ranks = {"one": 4, "two": 8, "three": 1}
+    session = Session(tiny, token_budget=budget)
+    for seed, (name, rank) in enumerate(ranks.items()):
+        randomise(session.create(name, seed=seed, rank=rank))
+    replies = session.send_all([pass_frame("forward_backward", name, DATA, "cross_entropy", None) for name in ranks])
+    for seed, (name, rank) in enumerate(ranks.items()):
+        wanted, reply = alone(tiny, seed, rank)
+        assert close(state(session, name), wanted)
+        assert replies[seed].head["metrics"]["loss:sum"] == pytest.approx(reply.head["metrics"]["loss:sum"], rel=1e-5)
+        lps = [[output["logprobs"].to_torch() for output in read_outputs(one)] for one in (replies[seed], reply)]
+        assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(*lps, strict=True))
+
+
+def test_forward_and_forward_backward_share_a_pass_and_only_one_leaves_a_gradient(tiny: Model) -> None:
+    session = Session(tiny)
+    for seed, name in enumerate(("one", "two")):
         randomise(session.create(name, seed=seed))
-    running = {
-        name: session.trainer.run(pass_frame("forward_backward", name, DATA, "cross_entropy", None))
-        for name in ("one", "two")
-    }
-    turns = 0
-    while running:
-        for name, generator in list(running.items()):
-            try:
-                next(generator)
-                turns += 1
-                with torch.inference_mode():  # as a sampler would, in between
-                    tiny.hidden(torch.tensor([[1, 2, 3]]))
-            except StopIteration:
-                del running[name]
-    assert turns == 2 * 3
-    assert_equal(state(session, "one"), alone[0])
-    assert_equal(state(session, "two"), alone[1])
+    first = pass_frame("forward", "one", DATA, "cross_entropy", None)
+    replies = session.send_all([first, pass_frame("forward_backward", "two", DATA, "cross_entropy", None)])
+    assert not session.trainer.adapters["one"].has_gradient and not bool(state(session, "one")[1].any())
+    wanted, _ = alone(tiny, 1, 4)
+    assert close(state(session, "two"), wanted)
+    _, reply = alone(tiny, 0, 4, op="forward")
+    assert replies[0].head["metrics"]["loss:sum"] == pytest.approx(reply.head["metrics"]["loss:sum"], rel=1e-5)
 
 
-def test_an_adapter_in_the_middle_of_a_pass_takes_no_other_command(tiny: Model) -> None:
+def test_a_datum_that_fails_fails_its_own_pass_alone(tiny: Model) -> None:
+    session = Session(tiny)
+    for seed, name in enumerate(("good", "bad")):
+        randomise(session.create(name, seed=seed))
+    session.passes(DATA[:1], "cross_entropy", adapter="bad")
+    before = state(session, "bad")
+    policy = {"logprobs": [-500.0] * 5, "advantages": [1.0] * 5}
+    wrong = [DATA[1], datum(range(5), target_tokens=range(1, 6), **policy)]
+    session.trainer.add(0, decode(pass_frame("forward_backward", "good", DATA, "cross_entropy", None).encode()))
+    session.trainer.add(
+        1, decode(pass_frame("forward_backward", "bad", wrong[1:], "importance_sampling", None).encode())
+    )
+    replies: dict[int, Any] = {}
+    while session.trainer.has_work:
+        replies.update(session.trainer.step())
+    assert isinstance(replies[0], Frame) and isinstance(replies[1], EngineFault)
+    assert_equal(state(session, "bad"), before)
+    assert close(state(session, "good"), alone(tiny, 0, 4)[0])
+
+
+def test_commands_of_one_adapter_run_in_order_while_others_share_their_passes(tiny: Model) -> None:
     session = Session(tiny, token_budget=16)
-    session.create()
-    generator = session.trainer.run(pass_frame("forward_backward", "a", DATA, "cross_entropy", None))
-    next(generator)
-    with pytest.raises(EngineFault, match="in the middle") as refused:
-        session.optim()
-    assert refused.value.category == "server"
-    finish(generator)
-    assert session.optim()["step:max"] == 1.0
+    for name in ("one", "two"):
+        session.create(name)
+    frames = [
+        pass_frame("forward_backward", "one", DATA, "cross_entropy", None),
+        Frame({"op": "optim_step", "adapter": "one", "learning_rate": 1e-2}),
+        pass_frame("forward_backward", "two", DATA[:1], "cross_entropy", None),
+        Frame({"op": "optim_step", "adapter": "two", "learning_rate": 1e-2}),
+        pass_frame("forward", "one", DATA, "cross_entropy", None),
+    ]
+    replies = session.send_all(frames)
+    assert replies[1].head["metrics"]["step:max"] == replies[3].head["metrics"]["step:max"] == 1.0
+    assert replies[4].head["metrics"]["loss:sum"] < replies[0].head["metrics"]["loss:sum"]
 
 
 class Failing:
-    """A model whose n-th pass fails, as one that runs out of memory does."""
+    """A runner whose n-th micro-batch fails half-way, as one that runs out of memory does."""
 
-    def __init__(self, model: Model, at: int, problem: BaseException) -> None:
-        self._model, self._left, self._problem = model, at, problem
+    name = "failing"
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    def __init__(self, runner: Any, at: int, problem: Exception, guilty: str | None = None) -> None:
+        self._runner, self._left, self._problem, self._guilty = runner, at, problem, guilty
+        self.size = runner.size
 
-    def hidden(self, tokens_BT: Tensor, segments: Sequence[Segment] = ()) -> Tensor:
+    def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
         self._left -= 1
-        if self._left == 0:
+        yield from self._runner.run(items)
+        if self._left == 0 or (self._guilty and any(item.adapter.spec.seed == 13 for item in items)):
             raise self._problem
-        return self._model.hidden(tokens_BT, segments)
+
+
+def broken(session: Session, tiny: Model, at: int, problem: Exception, guilty: str | None = None) -> None:
+    runners = session.trainer._runners
+    runners[tiny] = Failing(runners[tiny], at, problem, guilty)
 
 
 @pytest.mark.parametrize("has_gradient", [False, True])
@@ -188,14 +234,14 @@ class Failing:
     ids=["python", "cpu", "gpu"],
 )
 def test_running_out_of_memory_half_way_leaves_the_gradient_as_it_was(
-    tiny: Model, problem: BaseException, has_gradient: bool
+    tiny: Model, problem: Exception, has_gradient: bool
 ) -> None:
     session = Session(tiny, token_budget=16)
     adapter = randomise(session.create())
     if has_gradient:
         session.passes(DATA[:1], "cross_entropy")
     before = state(session)
-    adapter.model = Failing(tiny, 3, problem)  # type: ignore[assignment]
+    broken(session, tiny, 2, problem)
     with pytest.raises(
         EngineFault, match=r"Out of memory in a pass over 4 datums.*30 tokens.*max-batch-tokens"
     ) as failed:
@@ -203,31 +249,30 @@ def test_running_out_of_memory_half_way_leaves_the_gradient_as_it_was(
     assert failed.value.category == "server"
     assert adapter.has_gradient == has_gradient
     assert_equal(state(session), before)
-    adapter.model = tiny
     session.passes(DATA, "cross_entropy")
     assert adapter.has_gradient
 
 
-@pytest.mark.parametrize("has_gradient", [False, True])
-def test_a_pass_that_is_given_up_half_way_leaves_the_gradient_as_it_was(tiny: Model, has_gradient: bool) -> None:
-    session = Session(tiny, token_budget=16)
-    randomise(session.create())
-    if has_gradient:
-        session.passes(DATA[:1], "cross_entropy")
-    before = state(session)
-    generator = session.trainer.run(pass_frame("forward_backward", "a", DATA, "cross_entropy", None))
-    next(generator)
-    next(generator)
-    assert not torch.equal(state(session)[1], before[1])
-    generator.close()
-    assert_equal(state(session), before)
-    session.passes(DATA, "cross_entropy")
+def test_a_shared_micro_batch_that_fails_is_run_again_one_by_one_and_the_guilty_fails_alone(tiny: Model) -> None:
+    session = Session(tiny)
+    randomise(session.create("good", seed=0))
+    randomise(session.create("bad", seed=13))
+    broken(session, tiny, -1, MemoryError(), "bad")
+    for number, name in enumerate(("good", "bad")):
+        frame = pass_frame("forward_backward", name, DATA, "cross_entropy", None)
+        session.trainer.add(number, decode(frame.encode()))
+    replies: dict[int, Any] = {}
+    while session.trainer.has_work:
+        replies.update(session.trainer.step())
+    assert isinstance(replies[0], Frame) and "Out of memory" in str(replies[1])
+    assert not bool(state(session, "bad")[1].any())
+    assert_equal(state(session, "good"), alone(tiny, 0, 4)[0])
 
 
 def test_a_bug_in_the_engine_is_not_taken_for_lack_of_memory(tiny: Model) -> None:
     session = Session(tiny)
-    adapter = session.create()
-    adapter.model = Failing(tiny, 1, RuntimeError("shapes do not match"))  # type: ignore[assignment]
+    session.create()
+    broken(session, tiny, 1, RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes"):
         session.passes(DATA, "cross_entropy")
 
@@ -367,7 +412,7 @@ def test_a_shape_that_does_not_hold_its_values_is_refused(tiny: Model) -> None:
     for shape, words in (([3], "does not hold 2 values"), ([-1, -2], "negative extent"), ([2, 2], "does not hold")):
         frame.head["data"][0]["inputs"]["target_tokens"]["shape"] = shape
         with pytest.raises(EngineFault, match=words):
-            finish(session.trainer.run(frame))
+            session.send(frame)
 
 
 def test_sparse_indices_that_do_not_fit_are_refused(tiny: Model) -> None:
@@ -379,7 +424,7 @@ def test_sparse_indices_that_do_not_fit_are_refused(tiny: Model) -> None:
         buffers = list(frame.buffers)
         buffers[frame.head["data"][0]["inputs"]["target_tokens"][key]] = torch.tensor(values).numpy().tobytes()
         with pytest.raises(EngineFault, match="sparse indices do not fit"):
-            finish(session.trainer.run(Frame(frame.head, buffers)))
+            session.send(Frame(frame.head, buffers))
 
 
 def test_no_data_and_unknown_adapters_bases_and_operations_are_refused(tiny: Model) -> None:
@@ -426,16 +471,61 @@ def test_dropped_adapters_are_gone_and_may_be_dropped_again(tiny: Model) -> None
     assert not session.trainer.adapters
 
 
+class Whole:
+    """A runner that counts tokens and runs nothing."""
+
+    name = "whole"
+
+    def size(self, count: int, longest: int, total: int) -> int:
+        return total
+
+    def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
+        yield
+
+
+def passes_of(tiny: Model, lengths: dict[str, list[int]], parties: dict[str, str] | None = None) -> list[Pass]:
+    adapter = Session(tiny).create()
+    loss = losses.find("cross_entropy")
+    found = []
+    for name, given in lengths.items():
+        data = [
+            batch.Datum(n, torch.zeros(size, dtype=torch.long), torch.zeros(size), {}) for n, size in enumerate(given)
+        ]
+        items = [Item(adapter, one, loss, {}, False) for one in data]
+        found.append(Pass(0, name, items, (parties or {}).get(name, name)))
+    return found
+
+
+def sizes(tiny: Model, budget: int, lengths: dict[str, list[int]], parties: dict[str, str] | None = None) -> Any:
+    passes = passes_of(tiny, lengths, parties)
+    share(passes, budget, Whole())
+    return {one.name: [item.length for item in one.running] for one in passes}
+
+
 @pytest.mark.parametrize(
-    ("lengths", "budget", "groups"),
+    ("lengths", "budget", "first"),
     [
-        ([4, 4, 4], 8, [[0, 1], [2]]),
-        ([1, 9, 2, 8], 18, [[1, 3], [2, 0]]),
-        ([100, 1, 1], 10, [[0], [1, 2]]),
-        ([5], 1, [[0]]),
+        ([4, 4, 4], 8, [4, 4]),
+        ([1, 9, 2, 8], 18, [9, 8]),
+        ([100, 1, 1], 10, [100]),
+        ([5], 1, [5]),
     ],
 )
-def test_micro_batches_hold_similar_lengths_and_keep_the_budget(
-    lengths: list[int], budget: int, groups: list[list[int]]
+def test_a_micro_batch_takes_the_longest_first_and_keeps_the_budget(
+    tiny: Model, lengths: list[int], budget: int, first: list[int]
 ) -> None:
-    assert batch.plan(lengths, budget) == groups
+    assert sizes(tiny, budget, {"a": lengths}) == {"a": first}
+
+
+def test_a_short_pass_is_in_the_next_micro_batch_beside_a_long_one(tiny: Model) -> None:
+    assert sizes(tiny, 100, {"long": [10] * 50, "short": [10]}) == {"long": [10] * 9, "short": [10]}
+
+
+def test_parties_share_by_tokens_however_many_passes_and_datums_they_have(tiny: Model) -> None:
+    lengths = {"a1": [10] * 9, "a2": [10] * 9, "a3": [10] * 9, "b": [30, 30, 30]}
+    found = sizes(tiny, 120, lengths, {"a1": "a", "a2": "a", "a3": "a", "b": "b"})
+    assert sum(found["b"]) == 60 and [sum(found[name]) for name in ("a1", "a2", "a3")] == [30, 20, 10]
+
+
+def test_a_datum_longer_than_the_budget_runs_when_its_pass_has_waited_longest(tiny: Model) -> None:
+    assert sizes(tiny, 100, {"huge": [500], "small": [10]}) == {"huge": [500], "small": []}

@@ -6,7 +6,7 @@ A command is a `Frame` whose head has an `op`; `engine/commands.py` writes and r
     restore           adapter folder            a snapshot, as `snapshot` wrote it       → {}
     snapshot          adapter folder            weights, moments, step, pending gradient → {"size_bytes"}
     drop              adapter                                                            → {}
-    forward           adapter loss_fn config data + buffers                              → metrics, outputs + buffers
+    forward           adapter party loss_fn config data + buffers                        → metrics, outputs + buffers
     forward_backward  the same; adds to the adapter's gradient                           → metrics, outputs + buffers
     optim_step        adapter learning_rate beta1 beta2 eps weight_decay grad_clip_norm  → metrics
     save              adapter folder with_optimizer                                      → files, size_bytes
@@ -14,7 +14,8 @@ A command is a `Frame` whose head has an `op`; `engine/commands.py` writes and r
     sample            base weights(folder or null) … see `SampleSpec`                    → events, then the result
     cancel            number                    a sample that nobody wants any more      (no reply)
 
-Folders are absolute paths that the server chose; no client's text becomes a path.
+Folders are absolute paths that the server chose; no client's text becomes a path. Commands of one adapter run in the
+order of their coming; those of different adapters may share a pass, where every `party` has an equal share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The data of a pass as tensors, checked, and how they are cut into micro-batches. Pure: no model runs here.
+"""The data of a pass as tensors, checked. Pure: no model runs here.
 
 The server checks as well; here is checked what would crash the engine or give a wrong number.
 
@@ -65,17 +65,6 @@ def read(command: Frame, loss: Loss, model: Model) -> list[Datum]:
                 "call. Send fewer datums at once, or fewer targets per position."
             )
     return [_datum(index, row, command.buffers, loss, model) for index, row in enumerate(rows)]
-
-
-def plan(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Which datums go together: of similar length, padded to at most that many tokens. A longer one goes alone."""
-    by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    groups, at = [], 0
-    while at < len(by_length):
-        count = max(1, token_budget // lengths[by_length[at]])
-        groups.append(by_length[at : at + count])
-        at += count
-    return groups
 
 
 def pad(data: Sequence[Datum]) -> Tensor:

@@ -22,8 +22,7 @@ import queue
 import signal
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -211,9 +210,8 @@ class Loop:
         self._sampler = sampler
         self._send = send
         self._turns = Turns()
-        self._commands: deque[tuple[int, Frame]] = deque()
-        self._running: Generator[None, None, Frame] | None = None
-        """The first of the commands, if it has begun."""
+        self._commands: dict[int, Frame] = {}
+        """Those that the trainer has."""
         self._samples: set[int] = set()
         self._adapters: set[str] = set()
         self._tokens_trained = 0
@@ -224,13 +222,13 @@ class Loop:
     def serve(self, inbox: queue.SimpleQueue[Frame]) -> None:
         """For good: the reader ends the process."""
         while True:
-            turn = self._turns.choose(can_train=bool(self._commands), can_decode=self._sampler.has_work)
+            turn = self._turns.choose(can_train=self._trainer.has_work, can_decode=self._sampler.has_work)
             if turn is not None:
                 began = perf_counter()
                 self._train() if turn is Turn.TRAIN else self._decode()
                 self._turns.charge(turn, perf_counter() - began)
             self._report()
-            self._take(inbox, wait=not self._commands and not self._sampler.has_work)
+            self._take(inbox, wait=not self._trainer.has_work and not self._sampler.has_work)
 
     def _take(self, inbox: queue.SimpleQueue[Frame], wait: bool) -> None:
         """Everything that has arrived; if there is nothing else to do, wait for it until statistics are due."""
@@ -258,24 +256,19 @@ class Loop:
         elif op == "ping":
             self._send(Frame({"n": number, "ok": True, **self._stats()}))
         else:
-            self._commands.append((number, frame))
+            self._commands[number] = frame
+            self._trainer.add(number, frame)
 
     def _train(self) -> None:
-        """One micro-batch of the command at the head of the queue."""
-        number, command = self._commands[0]
-        op = str(command.head.get("op"))
-        try:
-            if self._running is None:
-                self._running = self._trainer.run(command)
-            next(self._running)
-            return
-        except StopIteration as stop:
-            self._answer(number, op, stop.value)
-            self._count(command)
-        except Exception as error:
-            self._fail(number, op, error)
-        self._running = None
-        self._commands.popleft()
+        """A short command or two, or a part of a micro-batch."""
+        for number, reply in self._trainer.step():
+            command = self._commands.pop(number)
+            op = str(command.head.get("op"))
+            if isinstance(reply, Exception):
+                self._fail(number, op, reply)
+            else:
+                self._answer(number, op, reply)
+                self._count(command)
 
     def _decode(self) -> None:
         try:

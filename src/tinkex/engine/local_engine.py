@@ -47,7 +47,7 @@ class LocalEngine:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
-        token_budget: int = 4096,
+        token_budget: int = 2048,
         max_rows: int = 64,
         max_cache_tokens: int = 131072,
         adapters_bytes: int = 1 << 30,

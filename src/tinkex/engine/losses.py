@@ -39,6 +39,8 @@ class Loss:
     """Whether an entry that a sparse input does not list has no part in the loss, rather than being 0."""
     weighs_positions: bool = False
     """Whether weights may be given as [T] for targets [T, K]."""
+    is_by_token: bool = True
+    """Whether a token's part of it depends on that token alone, so that a long datum may be cut."""
 
 
 def cross_entropy(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -118,7 +120,7 @@ LOSSES: Mapping[str, Loss] = {
         Loss("ppo", ppo, _POLICY, tuple(_CLIP), _CLIP),
         Loss("cispo", cispo, _POLICY, tuple(_CLIP), _CLIP),
         Loss("dro", dro, _POLICY, config={"beta": 0.05}),
-        Loss("gspo", gspo, _POLICY, (*_CLIP, "sequence_ratio_mask"), _CLIP),
+        Loss("gspo", gspo, _POLICY, (*_CLIP, "sequence_ratio_mask"), _CLIP, is_by_token=False),
         Loss(
             "kl_divergence",
             kl_divergence,

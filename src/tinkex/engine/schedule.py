@@ -1,4 +1,4 @@
-"""Who computes next: a training micro-batch or a decode step. Pure; the child's loop asks before every turn.
+"""Who computes next: a part of a training micro-batch or a decode step. Pure; the child's loop asks before every turn.
 
 The policy, in full:
 
@@ -10,7 +10,9 @@ The policy, in full:
   one long pass after another, with short gaps, does not get a fresh start in every gap.
 * On a tie training goes first: most training commands are short (`optim_step`, `create`), and somebody waits for them.
 
-Within training, commands run one at a time in the order of arrival; within decoding, the sampler batches its rows.
+A training turn is a layer of a micro-batch (of the general runner: a whole one), or what short commands are waiting.
+Within training, passes share micro-batches, in equal parts for the tenants (`train.share`); within decoding, the
+sampler batches its rows.
 """
 
 from __future__ import annotations

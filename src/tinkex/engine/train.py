@@ -1,58 +1,108 @@
-"""The trainer: runs the commands that make, train, keep and forget adapters, one micro-batch at a time.
+"""The trainer: takes the commands that make, train, keep and forget adapters, and runs them turn by turn.
+
+Commands of one adapter run in the order of their coming. Passes of different adapters on one base model share
+micro-batches: each party (the server says who) gets an equal share of a micro-batch's tokens, and what one leaves over
+the others take, so that a short pass is over with the next micro-batch however long the others are. Between
+micro-batches short commands run.
 
 A command either succeeds or leaves its adapter as it was: weights, moments and pending gradient, bit for bit.
-
-Axes: B datums of a micro-batch, T tokens, N their tokens without padding, E targets of those, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from tinkex.engine import batch, checkpoint, losses, optimizer
 from tinkex.engine.adapters import Adapter
 from tinkex.engine.base import EngineFault, LoraSpec
-from tinkex.engine.batch import Datum
 from tinkex.engine.frames import Frame
-from tinkex.engine.losses import Config, Loss, Metrics
 from tinkex.engine.model import Model
+from tinkex.engine.runner import Item, Outcome, Runner
+from tinkex.engine.runners import choose
 
-LOGITS = 2**25
-"""Logits held at a time (128 MB in float32)."""
-MOST_ROWS = 512
-"""Positions unembedded at a time: measured to be as fast as more."""
+PASSES = ("forward", "forward_backward")
 
-
-class Outcome(NamedTuple):
-    """What a pass says about one datum."""
-
-    logprobs: Tensor
-    metrics: Metrics
+Reply = tuple[int, Frame | Exception]
+"""A command's number and what came of it."""
 
 
 class Trainer:
-    """Holds the adapters in memory. `models` has every name and alias."""
+    """Holds the adapters in memory. `models` has every name and alias. `step` while it `has_work`."""
 
-    def __init__(self, models: Mapping[str, Model], *, token_budget: int = 4096) -> None:
+    def __init__(self, models: Mapping[str, Model], *, token_budget: int = 2048, runner: str = "auto") -> None:
         self._models = models
         self._token_budget = token_budget
+        self._runners: dict[Model, Runner] = {model: choose(model, runner) for model in dict.fromkeys(models.values())}
         self.adapters: dict[str, Adapter] = {}
-        self._in_passes: set[str] = set()
+        self._queue: deque[tuple[int, Frame]] = deque()
+        self._passes: list[Pass] = []
+        self._running: Generator[None, None, None] | None = None
+        self._batch: list[Pass] = []
+        """Those that have items in the micro-batch that is running."""
 
-    def run(self, command: Frame) -> Generator[None, None, Frame]:
-        """Run one command. Yields between micro-batches, so that others can take turns. Raises EngineFault."""
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue or self._passes)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue) + len(self._passes)
+
+    def add(self, number: int, command: Frame) -> None:
+        self._queue.append((number, command))
+
+    def step(self) -> list[Reply]:
+        """One turn: what is short, or a part of a micro-batch. Returns what is finished."""
+        if self._running is None:
+            replies = self._admit()
+            if replies or not self._passes:
+                return replies
+            self._running = self._next_batch()
+        try:
+            next(self._running)
+            return []
+        except StopIteration:
+            self._running = None
+            return self._settle()
+        except Exception as problem:
+            self._running = None
+            return self._broken(problem)
+
+    # What is short
+
+    def _admit(self) -> list[Reply]:
+        """Begin passes and run short commands, as far as their adapters are free."""
+        replies: list[Reply] = []
+        busy = {one.name for one in self._passes}
+        left: deque[tuple[int, Frame]] = deque()
+        while self._queue:
+            number, command = self._queue.popleft()
+            name = command.head["adapter"]
+            if name in busy:
+                left.append((number, command))
+                continue
+            try:
+                if command.head.get("op") in PASSES:
+                    self._passes.append(self._begin(number, command))
+                    busy.add(name)
+                else:
+                    replies.append((number, self._short(command)))
+            except Exception as problem:
+                replies.append((number, problem))
+        self._queue = left
+        return replies
+
+    def _short(self, command: Frame) -> Frame:
         head = command.head
         name = head["adapter"]
-        if name in self._in_passes:
-            raise EngineFault(f"Adapter {name} is in the middle of another operation.", "server")
-        match head["op"]:
+        match head.get("op"):
             case "create":
                 self.adapters[name] = Adapter(self._model(head["base"]), _spec(head))
                 return Frame({})
@@ -63,13 +113,7 @@ class Trainer:
                 self.adapters.pop(name, None)
                 return Frame({})
         adapter = self._find(name)
-        match head["op"]:
-            case "forward" | "forward_backward":
-                self._in_passes.add(name)
-                try:
-                    return (yield from self._pass(command, adapter))
-                finally:
-                    self._in_passes.discard(name)
+        match head.get("op"):
             case "optim_step":
                 return Frame({"metrics": optimizer.step(adapter, optimizer.AdamW.read(head))})
             case "snapshot":
@@ -80,7 +124,7 @@ class Trainer:
             case "load":
                 checkpoint.load(adapter, Path(head["folder"]), with_optimizer=bool(head["with_optimizer"]))
                 return Frame({})
-        raise EngineFault(f"The engine knows no operation {head['op']!r}.", "server")
+        raise EngineFault(f"The engine knows no operation {head.get('op')!r}.", "server")
 
     def _model(self, base: str) -> Model:
         if base not in self._models:
@@ -92,109 +136,156 @@ class Trainer:
             raise EngineFault(f"Adapter {name} is not in this engine. Create or restore it first.", "server")
         return self.adapters[name]
 
-    def _pass(self, command: Frame, adapter: Adapter) -> Generator[None, None, Frame]:
+    # Passes
+
+    def _begin(self, number: int, command: Frame) -> Pass:
         head = command.head
+        adapter = self._find(head["adapter"])
         loss = losses.find(head["loss_fn"])
         config = losses.settings(loss, head["config"])
-        data = batch.read(command, loss, adapter.model)
-        outcomes: dict[int, Outcome] = {}
         needs_gradient = head["op"] == "forward_backward"
-        undo = adapter.gradient_P.clone() if needs_gradient and adapter.has_gradient else None
-        try:
-            for group in batch.plan([len(datum.tokens_T) for datum in data], self._token_budget):
-                if outcomes:
-                    yield
-                found = _micro_batch(adapter, [data[index] for index in group], loss, config, needs_gradient)
-                outcomes.update(zip(group, found, strict=True))
-            if needs_gradient and not math.isfinite(optimizer.norm(adapter.gradient_P)):
-                raise EngineFault(
-                    "The gradient of this batch is beyond the range of float32 (inf or nan), so it was not added. Look "
-                    "for very large weights or advantages, or logprobs far below the model's own."
-                )
-        except BaseException as problem:  # also when the generator is closed half-way
-            if undo is not None:
-                adapter.gradient_P.copy_(undo)
-            elif needs_gradient:
-                adapter.gradient_P.zero_()
-            if _is_out_of_memory(problem):
-                raise EngineFault(
-                    f"Out of memory in a pass over {len(data)} datums, the longest of "
-                    f"{max(len(datum.tokens_T) for datum in data)} tokens; nothing of it was added. Send shorter "
-                    "datums, or start the server with a smaller --max-batch-tokens.",
-                    "server",
-                ) from None
-            raise
-        adapter.has_gradient = adapter.has_gradient or needs_gradient
-        return _reply([outcomes[index] for index in range(len(data))])
+        data = batch.read(command, loss, adapter.model)
+        items = [Item(adapter, datum, loss, config, needs_gradient) for datum in data]
+        return Pass(number, head["adapter"], items, str(head.get("party", "")))
 
+    def _next_batch(self) -> Generator[None, None, None]:
+        """The next micro-batch, of the base model whose turn it is."""
+        first = self._passes[0]
+        model = first.adapter.model
+        chosen = [first] if first.is_alone else [one for one in self._passes if _goes_with(one, model)]
+        runner = self._runners[model]
+        items = share(chosen, self._token_budget, runner)
+        self._batch = [one for one in chosen if one.running]
+        for one in self._batch:  # whoever had a turn goes behind the others
+            self._passes.remove(one)
+            self._passes.append(one)
+        return runner.run(items)
 
-def target_logprobs(adapter: Adapter, data: Sequence[Datum]) -> list[Tensor]:
-    """For each datum the log-probabilities of its targets, in their shape.
-
-    Logits exist only for a few positions at a time; a backward pass computes them again instead of keeping them.
-    """
-    model = adapter.model
-    tokens_BT = batch.pad(data)
-    hidden_BTD = model.hidden(tokens_BT, adapter.segments(len(data)))
-    lengths = [len(datum.tokens_T) for datum in data]
-    places_N = torch.cat([torch.arange(n) + row * tokens_BT.shape[1] for row, n in enumerate(lengths)])
-    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, places_N.to(model.device))
-    # A position has as many targets as its datum's rows do: `ends_N` is where they end among all of them.
-    counts_N = torch.cat([torch.full((n,), datum.targets.numel() // n) for n, datum in zip(lengths, data, strict=True)])
-    ends_N = [0, *counts_N.cumsum(0).tolist()]
-    rows_E = torch.arange(len(counts_N)).repeat_interleave(counts_N).to(model.device)
-    targets_E = torch.cat([datum.targets.flatten() for datum in data])
-
-    def pick(hidden_ND: Tensor, rows_E: Tensor, targets_E: Tensor) -> Tensor:
-        logits_NV = model.logits(hidden_ND, adapter.segments(len(hidden_ND)))
-        picked_E = logits_NV.flatten().gather(0, rows_E * logits_NV.shape[1] + targets_E)
-        return picked_E - logits_NV.logsumexp(-1).index_select(0, rows_E)
-
-    pieces = []
-    step = max(1, min(MOST_ROWS, LOGITS // model.vocab_size))
-    for start in range(0, len(hidden_ND), step):
-        stop = min(start + step, len(hidden_ND))
-        wanted = slice(ends_N[start], ends_N[stop])
-        given = (hidden_ND[start:stop], rows_E[wanted] - start, targets_E[wanted])
-        if torch.is_grad_enabled():
-            pieces.append(recomputed(pick, *given, use_reentrant=False, preserve_rng_state=False))
-        else:
-            pieces.append(pick(*given))
-    parts = torch.split(torch.cat(pieces), [datum.targets.numel() for datum in data])
-    return [part.view(datum.targets.shape) for part, datum in zip(parts, data, strict=True)]
-
-
-def _micro_batch(
-    adapter: Adapter, data: Sequence[Datum], loss: Loss, config: Config, needs_gradient: bool
-) -> list[Outcome]:
-    outcomes, terms = [], []
-    with torch.set_grad_enabled(needs_gradient):
-        for datum, logprobs in zip(data, target_logprobs(adapter, data), strict=True):
+    def _settle(self) -> list[Reply]:
+        """After a micro-batch: answer the passes that are over, well or badly."""
+        replies: list[Reply] = []
+        for one in self._batch:
+            fault = next((item.outcome for item in one.running if isinstance(item.outcome, EngineFault)), None)
+            one.running.clear()
+            if fault is None and one.left:
+                continue
+            self._passes.remove(one)
             try:
-                term, metrics = loss.compute(logprobs, datum.inputs, config)
-            except EngineFault as fault:
-                raise EngineFault(f"data[{datum.index}]: {fault}", fault.category) from None
-            metrics = {"loss:sum": float(term.detach()), **metrics}
-            _check_finite(datum, logprobs, metrics)
-            terms.append(term)
-            outcomes.append(Outcome(logprobs.detach().cpu(), metrics))
-        if needs_gradient:
-            torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
-    return outcomes
+                if fault is not None:
+                    raise fault
+                replies.append((one.number, one.finish()))
+            except Exception as problem:
+                one.undo()
+                replies.append((one.number, problem))
+        self._batch = []
+        return replies
+
+    def _broken(self, problem: Exception) -> list[Reply]:
+        """A micro-batch came to nothing. Its passes run again, each alone, so that only the guilty one fails."""
+        together, self._batch = self._batch, []
+        for one in together:
+            one.undo()
+        if len(together) > 1:
+            for one in together:
+                one.begin_again()
+            return []
+        (guilty,) = together
+        self._passes.remove(guilty)
+        if _is_out_of_memory(problem):
+            problem = EngineFault(
+                f"Out of memory in a pass over {len(guilty.items)} datums, the longest of "
+                f"{max(item.length for item in guilty.items)} tokens; nothing of it was added. Send shorter datums, or "
+                "start the server with a smaller --max-batch-tokens.",
+                "server",
+            )
+        return [(guilty.number, problem)]
 
 
-def _check_finite(datum: Datum, logprobs: Tensor, metrics: Metrics) -> None:
-    if not bool(logprobs.detach().isfinite().all()):
-        raise EngineFault(
-            f"data[{datum.index}]: the model's log-probabilities are not finite, so its weights have grown too large. "
-            "Load an earlier checkpoint and use a smaller learning rate."
-        )
-    wrong = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
-    if wrong:
-        raise EngineFault(
-            f"data[{datum.index}]: {wrong[0]}. Look for logprobs far from the model's own, or very large weights or "
-            "advantages."
-        )
+class Pass:
+    """A `forward` or `forward_backward` on its way."""
+
+    def __init__(self, number: int, name: str, items: Sequence[Item], party: str = "") -> None:
+        self.number, self.name, self.items = number, name, items
+        self.adapter = items[0].adapter
+        self.needs_gradient = items[0].needs_gradient
+        self.party = party
+        """Whose it is: parties get equal shares, however many passes they have."""
+        self.is_alone = False
+        """Whether it shares no micro-batch: it was in one that failed."""
+        self.running: list[Item] = []
+        had_gradient = self.needs_gradient and self.adapter.has_gradient
+        self._before_P: Tensor | None = self.adapter.gradient_P.clone() if had_gradient else None
+        self.left = self._in_order()
+
+    def _in_order(self) -> deque[Item]:
+        """The longest first: those of similar length go together."""
+        return deque(sorted(self.items, key=lambda item: (-item.length, item.datum.index)))
+
+    def finish(self) -> Frame:
+        if self.needs_gradient and not math.isfinite(optimizer.norm(self.adapter.gradient_P)):
+            raise EngineFault(
+                "The gradient of this batch is beyond the range of float32 (inf or nan), so it was not added. Look "
+                "for very large weights or advantages, or logprobs far below the model's own."
+            )
+        self.adapter.has_gradient = self.adapter.has_gradient or self.needs_gradient
+        return _reply([item.outcome for item in self.items if isinstance(item.outcome, Outcome)])
+
+    def undo(self) -> None:
+        """Leave no trace of it in the gradient."""
+        if self._before_P is not None:
+            self.adapter.gradient_P.copy_(self._before_P)
+        elif self.needs_gradient:
+            self.adapter.gradient_P.zero_()
+
+    def begin_again(self) -> None:
+        self.is_alone = True
+        self.running.clear()
+        for item in self.items:
+            item.outcome = None
+        self.left = self._in_order()
+
+
+def _goes_with(one: Pass, model: Model) -> bool:
+    return one.adapter.model is model and not one.is_alone
+
+
+def share(passes: Sequence[Pass], token_budget: int, runner: Runner) -> list[Item]:
+    """The items of the next micro-batch; they move from `left` to `running`.
+
+    The pass that waits longest has at least one, however long: nobody starves. Then every party has an equal share of
+    the tokens, and what is left over goes to whoever comes first.
+    """
+    taken: list[Item] = []
+    total = longest = 0
+
+    def take(one: Pass, room: int) -> int:
+        """The next item of a pass, if it fits; how many tokens it has."""
+        nonlocal total, longest
+        length = one.left[0].length if one.left else 0
+        size = runner.size(len(taken) + 1, max(longest, length), total + length)
+        if not length or (taken and (length > room or size > token_budget)):
+            return 0
+        total, longest = total + length, max(longest, length)
+        one.running.append(one.left.popleft())
+        taken.append(one.running[-1])
+        return length
+
+    advance = take(passes[0], token_budget)
+    parties: dict[str, list[Pass]] = {}
+    for one in passes:
+        parties.setdefault(one.party, []).append(one)
+    for members in parties.values():
+        room = token_budget // len(parties) - (advance if passes[0] in members else 0)
+        waiting = deque(members)
+        while waiting:  # one item of each in turn
+            one = waiting.popleft()
+            if used := take(one, room):
+                room -= used
+                waiting.append(one)
+    for one in passes:
+        while take(one, token_budget):
+            pass
+    return taken
 
 
 def _is_out_of_memory(problem: BaseException) -> bool:

@@ -74,6 +74,7 @@ class Perform:
             command = await self._db(self._store.command, pending.request_id)
         started = self._clock.now()
         frame = frames.decode(command)
+        frame.head["party"] = pending.tenant
         reply = await self._engine.run(frame)
         engine_s = self._clock.now() - started
         metrics: dict[str, float] = reply.head["metrics"]

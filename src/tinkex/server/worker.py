@@ -30,8 +30,8 @@ from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
 
-WINDOW = 8
-"""Operations (of different runs) that the engine has at once: it never waits for us, few are ahead of a newcomer."""
+WINDOW = 64
+"""Operations (of different runs) that the engine has at once. It runs them together, in equal shares for tenants."""
 MOST_DEATHS = 3
 """An operation that takes the engine down so often is given up. Two may be chance: somebody ends processes."""
 MOST_REBUILDS = 20

@@ -39,7 +39,7 @@ class ServeConfig:
     threads: int = 0
     durability: Literal["normal", "full"] = "normal"
     snapshot_every_s: float = 10.0
-    max_batch_tokens: int = 1024
+    max_batch_tokens: int = 2048
     max_rows: int = 64
     max_cache_tokens: int = 131_072
     max_queued_samples: int = 4096

@@ -1,0 +1,119 @@
+"""What adapters add to a layer, and how their gradients come back, for tokens that stand end to end.
+
+One adapter alone on many tokens is merged into the weight of the layer at hand: its forward part is then free, and
+what flows back goes through the merged weight. Several adapters, or few tokens, take the low-rank way beside the base
+product; tokens are sorted by adapter.
+
+Per site: y += s·U·Bᵀ with U = x·Aᵀ; backward dU = s·dy·B, dA += dUᵀ·x, dB += s·dyᵀ·U, dx += dU·A.
+
+Axes: N tokens, T those of one adapter, R rank, D in, O out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.lora import LoraWeights, Segment
+from tinkex.engine.packed import gemm
+from tinkex.engine.packed.weights import Group
+
+MERGE_FROM = 384
+"""Tokens from which merging pays: it reads and writes every weight once, whatever their number."""
+
+
+class Part(NamedTuple):
+    """One site of one adapter inside a group: its rows of the fused weight, and its numbers."""
+
+    place: slice
+    a_RD: Tensor
+    b_OR: Tensor
+
+
+def parts_of(weights: LoraWeights, group: Group) -> list[Part]:
+    return [Part(place, *weights.pairs[site]) for site, place in group.places.items() if site in weights.pairs]
+
+
+class Deltas:
+    """The adapters of one pack: tokens of no segment are the base model's, the first `graded` take part backward."""
+
+    def __init__(self, segments: Sequence[Segment], graded: int = 0) -> None:
+        self._segments = segments
+        self._graded = [segment for segment in segments if segment.stop <= graded]
+        self._alone: LoraWeights | None = None
+        if len(segments) == 1 and segments[0].stop - segments[0].start >= MERGE_FROM:
+            self._alone = segments[0].weights
+
+    def forward(self, group: Group, x_ND: Tensor) -> Tensor:
+        """The layer's output, adapters included."""
+        if self._alone is not None:
+            return gemm.linear(x_ND, self._merged(self._alone, group), group.bias_O)
+        y_NO = gemm.linear(x_ND, group.weight_OD, group.bias_O)
+        for weights, start, stop in self._segments:
+            parts = parts_of(weights, group)
+            if parts:
+                low_TR = _down(x_ND[start:stop], parts) * weights.spec.scale
+                _up(y_NO[start:stop], low_TR, parts)
+        return y_NO
+
+    def backward(self, group: Group, x_ND: Tensor, dy_NO: Tensor, *, needs_dx: bool = True) -> Tensor:
+        """Adds to the adapters' gradients; returns dx (empty if nobody needs it)."""
+        if self._alone is not None:
+            _gradients(self._alone, parts_of(self._alone, group), x_ND, dy_NO)
+            return gemm.backward(dy_NO, self._merged(self._alone, group)) if needs_dx else x_ND[:0]
+        dx_ND = gemm.backward(dy_NO, group.weight_OD) if needs_dx else x_ND[:0]
+        for weights, start, stop in self._graded:
+            parts = parts_of(weights, group)
+            if parts:
+                low_TR, a_RD = _gradients(weights, parts, x_ND[start:stop], dy_NO[start:stop])
+                if needs_dx:
+                    dx_ND[start:stop].addmm_(low_TR, a_RD)
+        return dx_ND
+
+    @staticmethod
+    def _merged(weights: LoraWeights, group: Group) -> Tensor:
+        parts = parts_of(weights, group)
+        if not parts:
+            return group.weight_OD
+        merged_OD = group.weight_OD.clone()
+        for part in parts:
+            merged_OD[part.place].addmm_(part.b_OR, part.a_RD, alpha=weights.spec.scale)
+        return merged_OD
+
+
+def _down(x_TD: Tensor, parts: Sequence[Part]) -> Tensor:
+    """x·Aᵀ of all sites side by side [T, R of all]."""
+    a_RD = parts[0].a_RD if len(parts) == 1 else torch.cat([part.a_RD for part in parts])
+    return x_TD @ a_RD.t()
+
+
+def _up(y_TO: Tensor, low_TR: Tensor, parts: Sequence[Part]) -> None:
+    rank = parts[0].a_RD.shape[0]
+    for number, part in enumerate(parts):
+        y_TO[:, part.place].addmm_(low_TR[:, number * rank : (number + 1) * rank], part.b_OR.t())
+
+
+def _gradients(weights: LoraWeights, parts: Sequence[Part], x_TD: Tensor, dy_TO: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds dA and dB; returns dU and A of all sites, whose product is what flows back."""
+    if not parts:
+        return x_TD[:, :0], x_TD[:0]
+    scale, rank = weights.spec.scale, parts[0].a_RD.shape[0]
+    a_RD = parts[0].a_RD if len(parts) == 1 else torch.cat([part.a_RD for part in parts])
+    low_TR = x_TD @ a_RD.t()
+    back_TR = torch.empty_like(low_TR)
+    for number, part in enumerate(parts):
+        place = slice(number * rank, (number + 1) * rank)
+        dy_TP = dy_TO[:, part.place]
+        torch.mm(dy_TP, part.b_OR, out=back_TR[:, place])
+        # Transposed: the long side of the product stays the contiguous one.
+        assert part.b_OR.grad is not None
+        part.b_OR.grad.t().add_(low_TR[:, place].t() @ dy_TP, alpha=scale)
+    back_TR *= scale
+    grad_a_RD = back_TR.t() @ x_TD
+    for number, part in enumerate(parts):
+        assert part.a_RD.grad is not None
+        part.a_RD.grad.add_(grad_a_RD[number * rank : (number + 1) * rank])
+    return back_TR, a_RD

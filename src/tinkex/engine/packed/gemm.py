@@ -1,0 +1,61 @@
+"""Matrix products, by the library that is fastest on this processor. Which one is decided once, by its maker's name:
+a choice by stopwatch could differ after a restart, and with it the last bits of a run that is replayed.
+
+Measured in float32 on two cores: an AMD EPYC gives 180 GFLOP/s through MKL (torch's own way) and 214 through oneDNN; on
+an Intel Xeon MKL was the faster one. On packed weights at 8 rows oneDNN takes 0.28 ms where MKL takes 0.68 unpacked.
+
+Axes: N rows, D in, O out.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def has_onednn() -> bool:
+    """Whether products go to oneDNN: on AMD's processors, if torch was built with it."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def linear(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x·Wᵀ + b. The weight may be a transposed view."""
+    if has_onednn() and x_ND.shape[0] > 0:
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight_OD, bias_O, "none", [], "")
+        return found
+    return torch.nn.functional.linear(x_ND, weight_OD, bias_O)
+
+
+def backward(dy_NO: Tensor, weight_OD: Tensor) -> Tensor:
+    """dy·W: what a layer hands back to its input."""
+    return linear(dy_NO, weight_OD.t())
+
+
+class Packed:
+    """A weight laid out for a handful of rows, as decoding has them. A second copy: it costs its own size."""
+
+    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None = None) -> None:
+        self._plain_OD, self._bias_O = weight_OD, bias_O
+        self._packed: Any = None
+        if has_onednn():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OD.contiguous(), PACKED_ROWS)
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        if self._packed is None:
+            return torch.nn.functional.linear(x_ND, self._plain_OD, self._bias_O)
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, self._packed, self._bias_O, "none", [], "")
+        return found
+
+
+PACKED_ROWS = 8
+"""What the layout is made for. Other numbers of rows use it as it is: measured from 1 to 64."""
