@@ -20,6 +20,7 @@ $(LOCAL): pyproject.toml constraints.txt
 
 demo: $(LOCAL)  ## watch a small model learn something on this machine (a few minutes)
 	@$(BIN)/tinkex demo
+	@echo "Before these commands: source $(BIN)/activate"
 
 test: $(READY)  ## all tests that fit into a few minutes
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile

@@ -57,7 +57,7 @@ def test_every_command_in_a_page_exists(page: Path, line: str) -> None:
         case "tinkex":
             words = list(itertools.takewhile(lambda word: word != "<", words))
             assert parser(words).parse_args(words).run is not None  # or ends the process, as a command would
-        case "python":
+        case "python" | "python3":
             is_file = words[0].endswith(".py") and (ROOT / words[0]).is_file()
             assert is_file or words[:2] in (["-m", "tinkex.as_tinker"], ["-m", "venv"])
         case _:
