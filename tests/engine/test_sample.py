@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.engine import oracle
 from tests.engine.oracle import Session, datum, randomise
 from tinkex.engine import checkpoint, decode, prompt_scores, sample
 from tinkex.engine.adapters import Adapter
@@ -21,12 +22,14 @@ from tinkex.engine.kv_cache import RowCache
 from tinkex.engine.model import Model
 from tinkex.engine.sample import Sampler
 
+pytestmark = pytest.mark.usefixtures("runner")
+
 Answers = dict[int, Sampled | EngineFault]
 TEXT = "The quick brown fox jumps over the lazy dog. "
 
 
 def sampler(model: Model, **bounds: int) -> Sampler:
-    return Sampler(dict.fromkeys(model.info.names, model), **bounds)
+    return Sampler(dict.fromkeys(model.info.names, model), runner=oracle.RUNNER, **bounds)
 
 
 def spec(prompt: Iterable[int], base: str = "tinkex/tiny", **options: Any) -> SampleSpec:
@@ -303,9 +306,12 @@ def test_a_chunked_prefill_equals_a_whole_one(tiny: Model, monkeypatch: pytest.M
 
 def test_one_step_reads_a_chunk_of_a_prompt_and_no_more(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "CHUNK", 16)
-    passes = first_arguments(monkeypatch, tiny, "hidden")
-    answer(tiny, spec(range(100), max_tokens=3, num_samples=4))
-    assert [tokens_BT.shape[1] for tokens_BT in passes] == [16] * 6 + [4, 1, 1]
+    running = sampler(tiny)
+    reads = first_arguments(monkeypatch, running._decoders[tiny], "read")
+    steps = first_arguments(monkeypatch, running._decoders[tiny], "step")
+    finish(running, {1: spec(range(100), max_tokens=3, num_samples=4)})
+    assert [len(reading.tokens) for (reading,) in reads] == [16] * 6 + [4]
+    assert len(steps) == 2
 
 
 def test_everything_about_a_prompt_equals_a_plain_forward(tiny: Model, plain_tiny: Any) -> None:
@@ -359,9 +365,11 @@ def test_only_the_last_n_prompt_entries_are_computed(
     tiny: Model, plain_tiny: Any, last_n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = list(TEXT.encode())
-    unembedded = first_arguments(monkeypatch, tiny, "logits")
+    running = sampler(tiny)
+    unembedded = first_arguments(monkeypatch, running._decoders[tiny], "logits")
     monkeypatch.setattr(prompt_scores, "LOGITS_AT_ONCE", 263 * 8)
-    found = answer(tiny, spec(prompt, max_tokens=1, prompt_logprobs=True, topk_prompt=2, last_n=last_n))
+    given = spec(prompt, max_tokens=1, prompt_logprobs=True, topk_prompt=2, last_n=last_n)
+    found = sampled(finish(running, {1: given}), 1)
     wanted = min(last_n, len(prompt) - 1)
     rows = [hidden_ND.shape[0] for hidden_ND in unembedded]
     assert sum(rows) == wanted + 1
@@ -620,42 +628,121 @@ def test_unreadable_weights_are_the_trouble_of_those_who_ask_for_them(tiny: Mode
 
 
 def test_a_prompt_that_does_not_fit_into_memory_fails_alone(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = tiny.hidden
+    running = sampler(tiny)
+    decoder: Any = running._decoders[tiny]
+    read = decoder.read
 
-    def short_of_memory(tokens_BT: Tensor, *args: Any, **options: Any) -> Tensor:
-        if tokens_BT.shape[1] > 100:
+    def short_of_memory(readings: Any) -> Any:
+        found = read(readings)  # the caches have their new columns by now
+        if any(len(reading.tokens) > 100 for reading in readings):
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate a lot")
-        return hidden(tokens_BT, *args, **options)
+        return found
 
-    monkeypatch.setattr(tiny, "hidden", short_of_memory)
-    answers = finish(sampler(tiny), {1: spec(b"abc"), 2: spec([1] * 200), 3: spec(b"abc")})
+    monkeypatch.setattr(decoder, "read", short_of_memory)
+    answers = finish(running, {1: spec(b"abc"), 2: spec([1] * 200), 3: spec(b"abc")})
     fault = answers[2]
     assert isinstance(fault, EngineFault)
     assert fault.category == "server"
     assert "not enough memory" in str(fault)
     assert "200 tokens" in str(fault)
     assert "Allocator" not in str(fault)
-    same(sampled(answers, 1), sampled(answers, 3))
+    same(sampled(answers, 1), answer(tiny, spec(b"abc")))
 
 
 def test_a_batch_that_outgrows_memory_loses_its_last_request_only(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {n: spec(p, max_tokens=10, seed=n) for n, p in enumerate(prompts(3, seed=12))}
     alone = {number: answer(tiny, one) for number, one in given.items()}
-    mlp = tiny.module.base_model.layers[1].mlp
+    running = sampler(tiny)
+    decoder: Any = running._decoders[tiny]
+    step = decoder.step
 
-    def fail_half_way(module: Any, args: tuple[Tensor, ...]) -> None:
-        # The first layer's cache has its new column by now, the second one's too.
-        if args[0].shape[0] > 2:
+    def fail_half_way(cache: Any, rows: Any) -> Tensor:
+        found: Tensor = step(cache, rows)  # the cache has its new column by now
+        if len(rows) > 2:
             raise torch.OutOfMemoryError("no more")
+        return found
 
-    hook = mlp.register_forward_pre_hook(fail_half_way)
-    try:
-        answers = finish(sampler(tiny), given)
-    finally:
-        hook.remove()
+    monkeypatch.setattr(decoder, "step", fail_half_way)
+    answers = finish(running, given)
     assert isinstance(answers[2], EngineFault)
     for number in (0, 1):
         same(sampled(answers, number), alone[number])
+
+
+def test_rows_of_many_adapters_step_together_and_equal_each_alone(
+    tiny: Model, adapter_folders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [None, *adapter_folders, adapter_folders[0], None]
+    given = {
+        number: spec(prompt, weights=weights, max_tokens=12, seed=number)
+        for number, (weights, prompt) in enumerate(zip(asked, prompts(len(asked), seed=3), strict=True))
+    }
+    running = sampler(tiny)
+    steps = first_arguments(monkeypatch, running._decoders[tiny], "step")
+    answers = finish(running, given)
+    assert len(steps) == 11
+    for number, one in given.items():
+        same(sampled(answers, number), answer(tiny, one))
+
+
+def test_rows_that_share_a_prompt_draw_what_each_would_alone(tiny: Model, adapter_folders: list[str]) -> None:
+    long = list(TEXT.encode()) * 4
+    given = {
+        1: spec(long, num_samples=5, max_tokens=20, seed=1),
+        2: spec(long, max_tokens=30, seed=2),
+        3: spec(long, weights=adapter_folders[0], num_samples=3, max_tokens=25, seed=3),
+        4: spec(b"short", max_tokens=40, seed=4),
+    }
+    answers = finish(sampler(tiny), given)
+    for number, one in given.items():
+        for index in range(one.num_samples):
+            found = sampled(answers, number).sequences[index]
+            # A prompt that is looked at and one that is copied differ in the order of additions alone.
+            assert found.tokens == answer(tiny, one).sequences[index].tokens
+            alone = answer(tiny, one, max_rows=1).sequences[index]
+            assert found.tokens == alone.tokens
+            assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_a_prompt_is_read_once_for_all_calls_that_have_it_and_turns_read_what_is_new(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = sampler(tiny)
+    reads = first_arguments(monkeypatch, running._decoders[tiny], "read")
+    long = list(TEXT.encode()) * 2
+    group = {number: spec(long, max_tokens=3, seed=number, party=str(number)) for number in range(6)}
+    answers = finish(running, group)
+    assert sum(len(reading.tokens) for readings in reads for reading in readings) == len(long)
+    assert [sampled(answers, number).cache_hit_tokens for number in group] == [0] + [len(long)] * 5
+    reads.clear()
+    turn = [*long, *sampled(answers, 0).sequences[0].tokens, 7, 8, 9]
+    answers = finish(running, {7: spec(turn, max_tokens=5, seed=0)})
+    assert [len(reading.tokens) for readings in reads for reading in readings] == [6]
+    assert sampled(answers, 7).cache_hit_tokens == len(long)
+    same(sampled(answers, 7), answer(tiny, spec(turn, max_tokens=5, seed=0)))
+
+
+def test_what_was_read_with_an_adapter_serves_no_other_party(tiny: Model, adapter_folders: list[str]) -> None:
+    running = sampler(tiny)
+    long = list(TEXT.encode()) * 2
+
+    def hits(party: str, weights: str | None) -> int:
+        return sampled(finish(running, {1: spec(long, weights=weights, max_tokens=1, party=party)}), 1).cache_hit_tokens
+
+    assert hits("a", adapter_folders[0]) == 0
+    assert hits("b", adapter_folders[0]) == 0
+    assert hits("a", adapter_folders[0]) == len(long)
+    assert hits("a", adapter_folders[1]) == 0
+    assert hits("a", None) == 0
+    assert hits("b", None) == len(long)
+
+
+def test_prompts_are_kept_within_a_bound(tiny: Model) -> None:
+    running = sampler(tiny, max_cache_tokens=8 * 300)
+    for number in range(10):
+        finish(running, {number: spec([number] * 100, max_tokens=1)})
+        assert running._prompts.tokens <= 300
+    assert running._prompts.nbytes > 0
 
 
 def test_weights_that_have_diverged_are_named_as_the_reason(tiny: Model, tmp_path: Path) -> None:

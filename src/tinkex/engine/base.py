@@ -74,6 +74,8 @@ class SampleSpec:
     base: str
     weights: str | None = None
     """A folder with an adapter, or None for the base model."""
+    party: str = ""
+    """Whose request it is: what was read of a prompt with an adapter serves nobody else's."""
     prompt: tuple[int, ...] = ()
     num_samples: int = 1
     max_tokens: int = 16

@@ -1,7 +1,8 @@
-"""One decode batch: sampling requests of one base model with one set of weights, which join and leave between steps.
+"""One decode batch: sampling requests of one base model, with any adapters, which join and leave between steps.
 
-A request's prompt is prefilled once, in chunks, into a cache of its own; each of its sequences then joins the batch as
-a row with a copy of it. Whether there is room for a row is the caller's to say (`Sampler`).
+A prompt is read once, in chunks, into a cache of its own, for all requests that have it; each sequence then joins the
+batch as a row, with a copy of it or looking at the one that is there. Whether there is room for a row is the caller's
+to say (`Sampler`).
 
 Axes: B rows of the batch, T tokens, D model width, V vocabulary.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,10 +21,12 @@ from torch import Tensor
 
 from tinkex.engine.base import EngineFault, Sampled, SampleEvent, SampleSpec, Tokens
 from tinkex.engine.base import Sequence as SampledSequence
-from tinkex.engine.kv_cache import RowCache, padding_mask
+from tinkex.engine.decoder import Decoder, Next, Reading
+from tinkex.engine.kv_cache import RowCache
 from tinkex.engine.logits import Chooser, choose, ranked
-from tinkex.engine.lora import LoraWeights, Segment
+from tinkex.engine.lora import LoraWeights
 from tinkex.engine.model import Model
+from tinkex.engine.prompt_cache import Prompt, PromptCache
 from tinkex.engine.prompt_scores import PromptScores, not_finite, pairs_of
 from tinkex.engine.stops import StopStrings
 
@@ -30,6 +34,10 @@ logger = logging.getLogger("tinkex.engine")
 
 CHUNK = 512
 """Prompt tokens of one step. Larger multiplies run little faster, and everybody else waits for them."""
+BESIDE = 4
+"""While rows are waiting for their next token, a chunk is so many times smaller."""
+SHARED_FROM = 64
+"""Tokens from which rows look at a shared prompt instead of copying it: below, a second look costs more."""
 
 Event = tuple[int, SampleEvent | EngineFault]
 
@@ -45,12 +53,13 @@ class Request:
     stops: Callable[[], StopStrings] | None
     """Makes the watcher of one sequence, if there are stop strings."""
     scores: PromptScores
-    prompt: RowCache | None = field(default_factory=RowCache)
-    """Keys and values of the prompt, as far as it is prefilled; gone when the last sequence has started."""
-    at: int = 0
-    """So many tokens of the prompt are prefilled."""
-    logits_1V: Tensor | None = None
-    """Those that the first token of every sequence is drawn from."""
+    key: Hashable = None
+    """Which weights those are, by their files."""
+    weights: LoraWeights | None = None
+    prompt: Prompt | None = None
+    """Gone when the last sequence has started."""
+    hit_tokens: int = 0
+    """Tokens of the prompt that had been read for another request."""
     started: int = 0
     finished: dict[int, SampledSequence] = field(default_factory=dict)
 
@@ -76,6 +85,7 @@ class Request:
             topk_prompt=self.scores.topk,
             targets=self.scores.targets,
             alternatives=self.scores.alternatives,
+            cache_hit_tokens=self.hit_tokens,
             prompt_tokens=len(self.spec.prompt),
         )
 
@@ -97,11 +107,22 @@ class Row:
         self.index = index
         self.chooser = Chooser(request.spec, index, model.vocab_size, model.device)
         self.length = len(request.spec.prompt)
-        """Tokens whose keys are in the cache; the last one drawn is not."""
+        """Tokens whose keys are known; the last one drawn is not among them."""
+        self.prefix: Prompt | None = None
+        """The prompt, if it looks at the shared one instead of having copied it."""
         self._stops = request.stops() if request.stops else None
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.topk: list[list[tuple[int, float]]] | None = [] if request.spec.topk_sample > 0 else None
+
+    @property
+    def held(self) -> int:
+        """Tokens in the batch's own cache."""
+        return self.length - (0 if self.prefix is None else self.prefix.at)
+
+    def next(self) -> Next:
+        prefix = None if self.prefix is None else self.prefix.cache
+        return Next(self.tokens[-1], self.length, self.held, self.request.weights, prefix)
 
     def take(self, drawn: Drawn) -> str | None:
         """Add a token that was drawn. Returns why the sequence ends with it, or None."""
@@ -122,14 +143,17 @@ class Row:
 
 
 class DecodeBatch:
-    """Requests that share every weight."""
+    """Requests of one base model, with any adapters."""
 
-    def __init__(self, model: Model, weights: LoraWeights | None) -> None:
+    def __init__(self, model: Model, decoder: Decoder, prompts: PromptCache) -> None:
         self.model = model
-        self._weights = weights
+        self._decoder = decoder
+        self._prompts = prompts
         self._cache = RowCache()
         self._was_prefill = False
-        self.prefilling: deque[Request] = deque()
+        self.prefilling: deque[Prompt] = deque()
+        self._waiting: dict[Prompt, list[Request]] = {}
+        """Those that wait for a prompt to be read."""
         self.starting: deque[Request] = deque()
         """Prefilled, with sequences that have not started."""
         self.rows: list[Row] = []
@@ -139,21 +163,44 @@ class DecodeBatch:
         return bool(self.prefilling or self.starting or self.rows)
 
     @property
+    def _reading(self) -> list[Request]:
+        return [request for requests in self._waiting.values() for request in requests]
+
+    @property
     def requests(self) -> list[Request]:
         """All that are in it, each once."""
-        return list(dict.fromkeys([*self.prefilling, *self.starting, *(row.request for row in self.rows)]))
+        return list(dict.fromkeys([*self._reading, *self.starting, *(row.request for row in self.rows)]))
 
     @property
     def load(self) -> tuple[int, int]:
         """Rows, prompts counted as such, and the length that the longest of them may reach."""
-        prompts = [*self.prefilling, *self.starting]
+        prompts = [*self._reading, *self.starting]
         lengths = [request.length for request in (*prompts, *(row.request for row in self.rows))]
         return len(self.rows) + sum(request.places for request in prompts), max(lengths, default=0)
 
     @property
     def cache_bytes(self) -> int:
-        prompts = [request.prompt for request in (*self.prefilling, *self.starting)]
-        return self._cache.nbytes + sum(prompt.nbytes for prompt in prompts if prompt is not None)
+        prompts = {*self.prefilling, *(request.prompt for request in self.starting), *(row.prefix for row in self.rows)}
+        return self._cache.nbytes + sum(prompt.cache.nbytes for prompt in prompts if prompt is not None)
+
+    def add(self, request: Request) -> None:
+        """Let a request in. A prompt that is known is not read again; nor is what it has in common with a known one."""
+        wanted = Prompt(request.key, request.spec.prompt, request.weights)
+        if request.scores.is_wanted:  # every hidden state is needed
+            request.prompt = wanted
+        else:
+            reading = next((prompt for prompt in self.prefilling if prompt.same_as(wanted)), None)
+            request.prompt = reading or self._prompts.find(wanted)
+            request.hit_tokens = len(wanted.tokens) if reading is not None else request.prompt.at
+            if reading is not None:
+                reading.is_shared = True
+        if request.prompt.is_read:
+            request.prompt.is_shared = True
+            self.starting.append(request)
+            return
+        if request.prompt not in self._waiting:
+            self.prefilling.append(request.prompt)
+        self._waiting.setdefault(request.prompt, []).append(request)
 
     def step(self, room: Callable[[Request], int]) -> list[Event]:
         """Prefill one chunk, or decode one token of every row, in turns."""
@@ -166,45 +213,64 @@ class DecodeBatch:
     def drop(self, requests: Iterable[Request]) -> None:
         """Take requests out, wherever they are."""
         gone = set(requests)
-        self.prefilling = deque(request for request in self.prefilling if request not in gone)
+        for prompt, waiting in list(self._waiting.items()):
+            self._waiting[prompt] = [request for request in waiting if request not in gone]
+            if not self._waiting[prompt]:
+                del self._waiting[prompt]
+        self.prefilling = deque(prompt for prompt in self.prefilling if prompt in self._waiting)
         self.starting = deque(request for request in self.starting if request not in gone)
         self._leave([row for row in self.rows if row.request in gone])
-
-    def _segments(self, rows: int) -> Sequence[Segment]:
-        return () if self._weights is None else (Segment(self._weights, 0, rows),)
-
-    def _unembed(self, hidden_ND: Tensor) -> Tensor:
-        return self.model.logits(hidden_ND, self._segments(hidden_ND.shape[0]))
 
     # Prompts
 
     def _prefill(self) -> list[Event]:
         """A chunk's worth of prompt tokens: part of a long prompt, or several short ones."""
-        events: list[Event] = []
-        budget = CHUNK
-        while self.prefilling and budget > 0:
-            request = self.prefilling[0]
-            tokens = request.spec.prompt[request.at : request.at + budget]
+        readings: list[tuple[Prompt, Reading]] = []
+        budget = max(1, CHUNK // BESIDE) if self.rows else CHUNK
+        for prompt in self.prefilling:
+            if budget <= 0:
+                break
+            tokens = prompt.tokens[prompt.at : prompt.at + budget]
+            readings.append((prompt, Reading(prompt.cache, prompt.at, tokens, prompt.weights)))
             budget -= len(tokens)
+        try:
+            found = self._decoder.read([reading for _, reading in readings])
+        except Exception as error:
+            if len(readings) == 1:
+                return self._unread(readings[0][0], error)
+            found = []
+        events: list[Event] = []
+        for number, (prompt, reading) in enumerate(readings):
             try:
-                self._read_prompt(request, tokens)
+                if found:
+                    hidden_TD = found[number]
+                else:  # together it failed: one by one, so that only the guilty fails
+                    prompt.cache.roll_back(prompt.at)
+                    (hidden_TD,) = self._decoder.read([reading])
+                self._note(prompt, hidden_TD)
             except Exception as error:  # this request's trouble must not become the others'
-                self.prefilling.popleft()
-                events.append((request.number, as_fault(error, request)))
-                continue
-            if request.at == len(request.spec.prompt):
-                self.starting.append(self.prefilling.popleft())
+                events += self._unread(prompt, error)
         return events
 
-    def _read_prompt(self, request: Request, tokens: Sequence[int]) -> None:
-        device = self.model.device
-        tokens_BT = torch.tensor([tokens], device=device)
-        positions_BT = torch.arange(request.at, request.at + len(tokens), device=device)[None]
-        hidden_TD = self.model.hidden(tokens_BT, self._segments(1), positions_BT=positions_BT, cache=request.prompt)[0]
-        request.scores.read(hidden_TD, request.at, self._unembed, self.model.vocab_size)
-        request.at += len(tokens)
-        if request.at == len(request.spec.prompt) and request.most > 0:
-            request.logits_1V = self._unembed(hidden_TD[-1:])
+    def _note(self, prompt: Prompt, hidden_TD: Tensor) -> None:
+        """More of a prompt has been read."""
+        for request in self._waiting[prompt]:
+            unembed = partial(self._unembed, request.weights)
+            request.scores.read(hidden_TD, prompt.at, unembed, self.model.vocab_size)
+        prompt.at += hidden_TD.shape[0]
+        if prompt.at == len(prompt.tokens):
+            if any(request.most > 0 for request in self._waiting[prompt]):
+                prompt.logits_1V = self._unembed(prompt.weights, hidden_TD[-1:])
+                self._prompts.keep(prompt)
+            self.prefilling.remove(prompt)
+            self.starting += self._waiting.pop(prompt)
+
+    def _unread(self, prompt: Prompt, error: Exception) -> list[Event]:
+        self.prefilling.remove(prompt)
+        return [(request.number, as_fault(error, request)) for request in self._waiting.pop(prompt)]
+
+    def _unembed(self, weights: LoraWeights | None, hidden_ND: Tensor) -> Tensor:
+        return self._decoder.logits(hidden_ND, [weights] * hidden_ND.shape[0])
 
     # Rows
 
@@ -231,27 +297,38 @@ class DecodeBatch:
         rows = [Row(request, request.started + place, self.model) for place in range(count)]
         request.started += count
         events: list[Event] = []
-        if request.logits_1V is None:
+        prompt = request.prompt
+        if prompt is None or request.most == 0:
             for row in rows:
                 row.finish("length")
         elif rows:
-            drawn = self._draw(request.logits_1V.expand(count, -1), rows)
+            assert prompt.logits_1V is not None
+            drawn = self._draw(prompt.logits_1V.expand(count, -1), rows)
             if None in drawn:
                 raise not_finite()
             events, over = _take(rows, drawn)
             alive = [row for row in rows if row not in over]
-            if alive and request.prompt is not None:
-                self._cache.join(request.prompt, len(alive))
+            if alive:
+                is_shared = self._is_shared(request, prompt)
+                self._cache.join(prompt.cache, len(alive), is_copied=not is_shared)
+                for row in alive:
+                    row.prefix = prompt if is_shared else None
                 self.rows += alive
         if not request.waiting:
-            request.prompt = request.logits_1V = None
+            request.prompt = None
         return events + _results([request])
+
+    def _is_shared(self, request: Request, prompt: Prompt) -> bool:
+        """Whether its rows look at the prompt where it is: worth it if others do too, and if it is long."""
+        is_wanted = prompt.is_shared or request.spec.num_samples > 1
+        return is_wanted and self._decoder.can_share and prompt.at >= SHARED_FROM
 
     def _decode(self) -> list[Event]:
         """The next token of every row."""
         width = self._cache.width
         try:
-            drawn = self._draw(self._next_logits(width + 1), self.rows)
+            hidden_BD = self._decoder.step(self._cache, [row.next() for row in self.rows])
+            drawn = self._draw(self._decoder.logits(hidden_BD, [row.request.weights for row in self.rows]), self.rows)
         except Exception as error:  # the batch may have become too large: without its last request it goes on
             last = max((row.request for row in self.rows), key=lambda request: request.number)
             self._cache.roll_back(width)
@@ -265,20 +342,6 @@ class DecodeBatch:
         self.drop(broken)
         events += [(request.number, not_finite()) for request in broken]
         return events + _results(row.request for row in over if row.request not in broken)
-
-    def _next_logits(self, width: int) -> Tensor:
-        device = self.model.device
-        tokens_BT = torch.tensor([[row.tokens[-1]] for row in self.rows], device=device)
-        positions_BT = torch.tensor([[row.length] for row in self.rows], device=device)
-        mask_BT = padding_mask([row.length + 1 for row in self.rows], width, device)
-        hidden_BTD = self.model.hidden(
-            tokens_BT,
-            self._segments(len(self.rows)),
-            mask_BT=mask_BT,
-            positions_BT=positions_BT,
-            cache=self._cache,
-        )
-        return self._unembed(hidden_BTD[:, -1])
 
     def _draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[Drawn | None]:
         """A token for every row, or None where the model gives no finite probabilities. The rows stay as they are."""
@@ -306,7 +369,7 @@ class DecodeBatch:
         if not gone:
             return
         places = [place for place, row in enumerate(self.rows) if row in gone]
-        order = self._cache.leave(places, [row.length for row in self.rows])
+        order = self._cache.leave(places, [row.held for row in self.rows])
         self.rows = [self.rows[place] for place in order]
         if not self.rows:
             self._cache = RowCache()

@@ -57,21 +57,32 @@ class RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformer
         self.end += count
         return self.keys[: self.rows, :, used], self.values[: self.rows, :, used]
 
-    def join(self, prompt: RowLayer, count: int) -> None:
-        """Add `count` rows that hold what the one row of `prompt` holds."""
+    def join(self, prompt: RowLayer, count: int, *, is_copied: bool = True) -> None:
+        """Add `count` rows that hold what the one row of `prompt` holds, or nothing."""
+        taken = prompt.width if is_copied else 0
         if not self.is_initialized:
-            self._open(prompt.keys, prompt.values, count, _grown(prompt.width))
-            self.start = self.end = prompt.width
-        rows, width = self.rows + count, max(self.width, prompt.width)
+            self._open(prompt.keys, prompt.values, count, _grown(taken))
+            self.start = self.end = taken
+        rows, width = self.rows + count, max(self.width, taken)
         if rows > self.keys.shape[0] or width > self.end:
             has_room = rows <= self.keys.shape[0]
             self._lay_out(self.keys.shape[0] if has_room else rows + rows // 4, width, _grown(width))
-        start, first = self.end - width, self.end - prompt.width
+        start, first = self.end - width, self.end - taken
         for buffer, source in ((self.keys, prompt.keys), (self.values, prompt.values)):
             buffer[: self.rows, :, start : self.start] = 0
             buffer[self.rows : rows, :, start:first] = 0
-            buffer[self.rows : rows, :, first : self.end] = source[:1, :, prompt.start : prompt.end]
+            buffer[self.rows : rows, :, first : self.end] = source[:1, :, prompt.start : prompt.start + taken]
         self.start, self.rows = start, rows
+
+    def head(self, width: int) -> RowLayer:
+        """A copy of the first `width` columns, with room to grow."""
+        copy = RowLayer()
+        copy._open(self.keys, self.values, self.rows, _grown(width))
+        taken = slice(self.start, self.start + width)
+        copy.keys[:, :, :width] = self.keys[: self.rows, :, taken]
+        copy.values[:, :, :width] = self.values[: self.rows, :, taken]
+        copy.rows, copy.end = self.rows, width
+        return copy
 
     def keep(self, order: Sequence[int], width: int) -> None:
         """Only these rows stay, in this order, and only the last `width` columns."""
@@ -128,8 +139,17 @@ class RowCache(Cache):
     def nbytes(self) -> int:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.row_layers)
 
-    def join(self, prompt: RowCache, count: int) -> None:
-        """Add `count` rows after the last one, each with the prompt's keys and values. All of it or nothing."""
+    def head(self, width: int) -> RowCache:
+        """A copy of the first `width` columns."""
+        copy = RowCache()
+        for layer in self.layers:
+            copy.layers.append(
+                layer.head(width) if isinstance(layer, RowLayer) and layer.is_initialized else RowLayer()
+            )
+        return copy
+
+    def join(self, prompt: RowCache, count: int, *, is_copied: bool = True) -> None:
+        """Add `count` rows after the last one, with the prompt's keys and values or without. All of it or nothing."""
         while len(self.layers) < len(prompt.layers):
             self.layers.append(RowLayer())
         rows, width = self.rows, self.width
@@ -137,7 +157,7 @@ class RowCache(Cache):
             for layer, source in zip(self.layers, prompt.layers, strict=True):
                 # A layer that borrows another's keys (as some models' do) never writes any.
                 if isinstance(layer, RowLayer) and isinstance(source, RowLayer) and source.is_initialized:
-                    layer.join(source, count)
+                    layer.join(source, count, is_copied=is_copied)
         except BaseException:
             for layer in self.row_layers:
                 layer.keep(range(rows), width)

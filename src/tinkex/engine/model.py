@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from tinkex.engine.base import EngineFault, ModelInfo
 from tinkex.engine.lora import Hooks, Role, Segment, Site, sites_of
+
+if TYPE_CHECKING:
+    from tinkex.engine.packed.weights import Weights
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -27,6 +30,8 @@ class Model:
     def __init__(self, info: ModelInfo, module: Any, device: torch.device) -> None:
         self.info = info
         self.device = device
+        self.packed: Weights | Literal[False] | None = None
+        """Laid out for the packed runner, False if that cannot be, None if nobody has asked (`runners`)."""
         self.module = module.eval().requires_grad_(False).to(device)
         self._body = self.module.base_model
         self._head = self.module.get_output_embeddings()

@@ -37,6 +37,11 @@ class PromptScores:
             [[] for _ in range(size - 1)] if spec.alt_k > 0 else None
         )
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is asked about the prompt."""
+        return any(part is not None for part in (self.logprobs, self.topk, self.targets, self.alternatives))
+
     def read(self, hidden_TD: Tensor, start: int, unembed: Callable[[Tensor], Tensor], vocab_size: int) -> None:
         """Take in the hidden states at prompt positions start, start + 1, …"""
         entries = [start + row + 1 for row in range(hidden_TD.shape[0]) if self._is_wanted(start + row + 1)]

@@ -1,4 +1,5 @@
-"""Which runner a base model gets, and why: packed if its family allows it and its numbers prove right, else general."""
+"""Which runner and decoder a base model gets, and why: packed if its family allows it and its numbers prove right, else
+general."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import logging
 
 import torch
 
+from tinkex.engine.decoder import Decoder, GeneralDecoder
 from tinkex.engine.general import GeneralRunner
 from tinkex.engine.model import Model
+from tinkex.engine.packed.decoder import PackedDecoder
 from tinkex.engine.packed.runner import PackedRunner
-from tinkex.engine.packed.weights import fuse, why_not
+from tinkex.engine.packed.weights import Weights, fuse, why_not
 from tinkex.engine.runner import Runner
 
 logger = logging.getLogger("tinkex.engine")
@@ -18,18 +21,32 @@ TOLERANCE = 1e-3
 """Of the largest hidden state: float32 in another order differs by 1e-6 to 1e-4, a wrong formula by far more."""
 
 
-def choose(model: Model, prefer: str = "auto") -> Runner:
+def runner_for(model: Model, prefer: str = "auto") -> Runner:
     """`prefer`: auto or general."""
-    reason = "asked for" if prefer == "general" else why_not(model.module, model.device)
-    if not reason:
-        runner = PackedRunner(fuse(model.module))
-        worst = _distance(model, runner)
-        if worst <= TOLERANCE:
-            logger.info("%s: packed runner", model.info.name)
-            return runner
-        reason = f"computed packed, its hidden states differ by {worst:.2g}"
-    logger.info("%s: general runner (%s)", model.info.name, reason)
-    return GeneralRunner(model)
+    weights = None if prefer == "general" else packed_weights(model)
+    return GeneralRunner(model) if weights is None else PackedRunner(weights)
+
+
+def decoder_for(model: Model, prefer: str = "auto") -> Decoder:
+    weights = None if prefer == "general" else packed_weights(model)
+    return GeneralDecoder(model) if weights is None else PackedDecoder(weights)
+
+
+def packed_weights(model: Model) -> Weights | None:
+    """The model laid out for the packed runner, or None if it cannot be. Decided once, and said."""
+    if model.packed is None:
+        reason = why_not(model.module, model.device)
+        if not reason:
+            weights = fuse(model.module)
+            worst = _distance(model, PackedRunner(weights))
+            if worst <= TOLERANCE:
+                logger.info("%s: packed runner", model.info.name)
+                model.packed = weights
+                return weights
+            reason = f"computed packed, its hidden states differ by {worst:.2g}"
+        logger.info("%s: general runner (%s)", model.info.name, reason)
+        model.packed = False
+    return model.packed or None
 
 
 def _distance(model: Model, runner: PackedRunner) -> float:

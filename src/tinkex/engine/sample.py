@@ -1,7 +1,8 @@
 """The sampler: takes sampling requests, runs them in decode batches, and gives out tokens and answers as they come.
 
-One batch per (base model, weights); batches take turns, one step each. Requests wait, first come first served, until
-there is room for them. Weights are read from their folders when they are needed and never touch what is being trained.
+One batch per base model, for all adapters; batches take turns, one step each. Requests wait, first come first served,
+until there is room for them. Weights are read from their folders when they are needed and never touch what is being
+trained.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from tinkex.engine.checkpoint import WEIGHTS, read_weights
 from tinkex.engine.decode import DecodeBatch, Event, Request, as_fault
 from tinkex.engine.lora import LoraWeights
 from tinkex.engine.model import Model
+from tinkex.engine.prompt_cache import PromptCache
 from tinkex.engine.prompt_scores import PromptScores
+from tinkex.engine.runners import decoder_for
 from tinkex.engine.stops import StopStrings, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class BatchKey(NamedTuple):
-    """What requests must share to run in one batch: the model's first name, the folder of the weights, and its files.
+class WeightsKey(NamedTuple):
+    """Which weights: the model's first name, the folder of an adapter, and its files.
 
     A folder may be deleted and written again: its name alone does not say what is in it.
     """
@@ -48,15 +51,19 @@ class Sampler:
         max_rows: int = 64,
         max_cache_tokens: int = 131072,
         adapters_bytes: int = 1 << 30,
+        runner: str = "auto",
     ) -> None:
-        """`models` by every name. A batch has `max_rows` rows; all batches have `max_cache_tokens` tokens together."""
+        """`models` by every name. A batch has `max_rows` rows; all batches have `max_cache_tokens` tokens together, and
+        prompts that were read are kept within an eighth of that besides."""
         self._models = models
+        self._decoders = {model: decoder_for(model, runner) for model in dict.fromkeys(models.values())}
+        self._prompts = PromptCache(max_cache_tokens // 8)
         self._max_rows = max_rows
         self._max_cache_tokens = max_cache_tokens
         self._adapters = AdapterCache(adapters_bytes)
         self._tokenizers: dict[str, Tokenizer] = {}
-        self._waiting: dict[int, tuple[BatchKey, Request]] = {}
-        self._batches: OrderedDict[BatchKey, DecodeBatch] = OrderedDict()
+        self._waiting: dict[int, tuple[WeightsKey, Request]] = {}
+        self._batches: OrderedDict[str, DecodeBatch] = OrderedDict()
 
     @property
     def has_work(self) -> bool:
@@ -77,70 +84,79 @@ class Sampler:
         if model.info.max_context_length > 0:
             most = min(most, max(model.info.max_context_length - len(spec.prompt), 0))
         request = Request(number, spec, most, self._stops(spec, model), PromptScores(spec))
-        self._waiting[number] = self._adapters.key_of(spec, model), request
+        key = self._adapters.key_of(spec, model)
+        # What was read with an adapter is its owner's alone: how quick an answer comes would tell others of it.
+        request.key = (key, spec.party if key.weights is not None else "")
+        self._waiting[number] = key, request
 
     def cancel(self, number: int) -> None:
         """Forget a request at once, wherever it is. Nothing more is said about it."""
         self._waiting.pop(number, None)
         with torch.inference_mode():
-            for key, batch in list(self._batches.items()):
+            for base, batch in list(self._batches.items()):
                 batch.drop([request for request in batch.requests if request.number == number])
                 if not batch.has_work:
-                    del self._batches[key]
+                    del self._batches[base]
 
     def step(self) -> list[Event]:
         """Prefill one chunk or decode one token of one batch. What came of it is ready to be sent, in order."""
         with torch.inference_mode():
             # Sequences of requests that run already come before those of requests that wait.
-            events = [event for key, batch in self._batches.items() for event in batch.start(self._room_of(key))]
+            events = [event for base, batch in self._batches.items() for event in batch.start(self._room_of(base))]
             events += self._admit()
             if self._batches:
-                key, batch = next(iter(self._batches.items()))
-                self._batches.move_to_end(key)
-                events += batch.step(self._room_of(key))
+                base, batch = next(iter(self._batches.items()))
+                self._batches.move_to_end(base)
+                events += batch.step(self._room_of(base))
                 if not batch.has_work:
-                    del self._batches[key]
+                    del self._batches[base]
             return events
 
     def _admit(self) -> list[Event]:
         """Let requests into their batches, in the order in which they came, as long as there is room."""
         events: list[Event] = []
-        full: set[BatchKey] = set()
+        full: set[str] = set()
+        used = {self._key(request) for batch in self._batches.values() for request in batch.requests}
         for key, request in list(self._waiting.values()):
-            model = self._models[key.base]
-            if key in full:
+            model, base = self._models[key.base], key.base
+            if base in full:
                 continue
-            if key in self._batches and self._batches[key].load[0] >= self._max_rows:
-                full.add(key)  # other batches need not wait for this one
+            if base in self._batches and self._batches[base].load[0] >= self._max_rows:
+                full.add(base)  # other batches need not wait for this one
                 continue
             # A request that is too large for the bounds runs alone. Nobody overtakes it, or it would wait forever.
-            has_room = self._room(key, request.length) >= request.places and self._has_memory_for(key)
-            if self._batches and not has_room:
+            has_weights = key.weights is None or key in used or self._adapters.has_room(used)
+            if self._batches and not (has_weights and self._room(base, request.length) >= request.places):
                 break
             del self._waiting[request.number]
             try:
-                if key not in self._batches:
-                    self._batches[key] = DecodeBatch(model, self._adapters.get(model, key, self._batches))
-                self._batches[key].prefilling.append(request)
+                request.weights = self._adapters.get(model, key, used)
+                if base not in self._batches:
+                    self._batches[base] = DecodeBatch(model, self._decoders[model], self._prompts)
+                self._batches[base].add(request)
+                used.add(key)
             except Exception as error:  # unreadable weights are the trouble of those who ask for them
                 events.append((request.number, as_fault(error, request)))
         return events
 
-    def _room_of(self, key: BatchKey) -> Callable[[Request], int]:
-        return lambda request: self._room(key, request.length)
+    @staticmethod
+    def _key(request: Request) -> WeightsKey:
+        assert isinstance(request.key, tuple)
+        key: WeightsKey = request.key[0]
+        return key
 
-    def _room(self, key: BatchKey, length: int) -> int:
+    def _room_of(self, base: str) -> Callable[[Request], int]:
+        return lambda request: self._room(base, request.length)
+
+    def _room(self, base: str, length: int) -> int:
         """How many more rows of that length fit; below 0 if too many run.
 
         Rows are padded to the longest one of their batch, and are counted so.
         """
         loads = {other: batch.load for other, batch in self._batches.items()}
-        rows, longest = loads.pop(key, (0, 0))
+        rows, longest = loads.pop(base, (0, 0))
         free = self._max_cache_tokens - sum(count * width for count, width in loads.values())
         return min(self._max_rows, free // max(longest, length)) - rows
-
-    def _has_memory_for(self, key: BatchKey) -> bool:
-        return key.weights is None or key in self._batches or self._adapters.has_room(self._batches)
 
     def _stops(self, spec: SampleSpec, model: Model) -> Callable[[], StopStrings] | None:
         strings = [string for string in spec.stop_strings if string]
@@ -157,15 +173,15 @@ class AdapterCache:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._kept: OrderedDict[BatchKey, tuple[LoraWeights, int]] = OrderedDict()
+        self._kept: OrderedDict[WeightsKey, tuple[LoraWeights, int]] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
         return sum(size for _, size in self._kept.values())
 
-    def key_of(self, spec: SampleSpec, model: Model) -> BatchKey:
+    def key_of(self, spec: SampleSpec, model: Model) -> WeightsKey:
         """What a request needs. Weights that were read stay usable when their folder is gone."""
-        key = BatchKey(model.info.name, spec.weights, None)
+        key = WeightsKey(model.info.name, spec.weights, None)
         if spec.weights is None:
             return key
         try:
@@ -174,11 +190,11 @@ class AdapterCache:
             return next((kept for kept in reversed(self._kept) if kept[:2] == key[:2]), key)
         return key._replace(written=(found.st_ino, found.st_mtime_ns))
 
-    def has_room(self, used: Collection[BatchKey]) -> bool:
+    def has_room(self, used: Collection[WeightsKey]) -> bool:
         """False if those in use fill it."""
         return sum(size for key, (_, size) in self._kept.items() if key in used) < self._limit_bytes
 
-    def get(self, model: Model, key: BatchKey, used: Collection[BatchKey]) -> LoraWeights | None:
+    def get(self, model: Model, key: WeightsKey, used: Collection[WeightsKey]) -> LoraWeights | None:
         if key.weights is None:
             return None
         if key not in self._kept:

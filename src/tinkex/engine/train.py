@@ -25,7 +25,7 @@ from tinkex.engine.base import EngineFault, LoraSpec
 from tinkex.engine.frames import Frame
 from tinkex.engine.model import Model
 from tinkex.engine.runner import Item, Outcome, Runner
-from tinkex.engine.runners import choose
+from tinkex.engine.runners import runner_for
 
 PASSES = ("forward", "forward_backward")
 
@@ -39,7 +39,7 @@ class Trainer:
     def __init__(self, models: Mapping[str, Model], *, token_budget: int = 2048, runner: str = "auto") -> None:
         self._models = models
         self._token_budget = token_budget
-        self._runners: dict[Model, Runner] = {model: choose(model, runner) for model in dict.fromkeys(models.values())}
+        self._runners = {model: runner_for(model, runner) for model in dict.fromkeys(models.values())}
         self.adapters: dict[str, Adapter] = {}
         self._queue: deque[tuple[int, Frame]] = deque()
         self._passes: list[Pass] = []

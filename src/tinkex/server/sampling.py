@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -395,7 +395,7 @@ class Sampling:
         while True:
             try:
                 await self._engine.ready()
-                async with aclosing(self._engine.sample(job.spec)) as events:  # type: ignore[type-var]
+                async with aclosing(self._engine.sample(replace(job.spec, party=job.tenant))) as events:  # type: ignore[type-var]
                     async for event in events:
                         if isinstance(event, Sampled):
                             return event

@@ -59,3 +59,5 @@ class Packed:
 
 PACKED_ROWS = 8
 """What the layout is made for. Other numbers of rows use it as it is: measured from 1 to 64."""
+PACKED_UP_TO = 64
+"""Rows above which the plain weights are as fast."""
