@@ -41,6 +41,7 @@ logger = logging.getLogger("tinkex.engine")
 
 STATS_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 Send = Callable[[Frame], None]
 
@@ -132,9 +133,7 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 def load(start: Mapping[str, Any], send: Send) -> tuple[Trainer, Sampler]:
     """Import torch, load the models; slow. Says what it is at."""
     send(Frame({"n": 0, "news": "loading", "what": "PyTorch"}))
-    # Threads that spin while they wait take the cores from the server, from clients and from each other: on 2 cores at
-    # a load of 11, a small pass took 820 ms (median of 40), and 47 ms with threads that sleep. Not measured when idle.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # border: OpenMP reads it when torch loads it, and nothing else
+    _settle_threads_and_memory()
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -165,6 +164,23 @@ def load(start: Mapping[str, Any], send: Send) -> tuple[Trainer, Sampler]:
     )
     send(Frame({"n": 0, "news": "ready", "threads": threads, "device": str(device)}))
     return trainer, sampler
+
+
+def _settle_threads_and_memory() -> None:
+    """Before torch is loaded: how its threads wait for each other, and what becomes of memory that it gives back."""
+    # Threads that spin take the cores from the server, from clients and from each other; threads that sleep at once
+    # have to be woken for every small product. A pass of 8×32 tokens of eight adapters took 2.3 s asleep, 1.2 s with
+    # this little spinning; three engines at once on two cores were 2 times slower so than asleep, 10 times with 10
+    # times the spinning (medians, `docs/LOG.md`).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # border: OpenMP reads both when torch loads it
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    if sys.platform == "linux":
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # glibc: a pass asks for the same large pieces again and again
+            libc.mallopt(_M_MMAP_MAX, 0)
+            libc.mallopt(_M_TRIM_THRESHOLD, 1 << 29)
 
 
 def pick_device(name: str) -> Any:
