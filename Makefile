@@ -58,9 +58,14 @@ conformance: $(READY)  ## every official client and ours through the whole flow,
 compatibility: $(READY)  ## call every method of the official client and write docs/compatibility.md anew
 	$(BIN)/python -m tests.conformance.methods --write
 
-bench: $(READY)  ## what our client costs beside the official ones, and how quick the service answers
+bench: $(READY)  ## the client beside the official ones, the service beside the plain loop (an hour)
 	$(BIN)/python benchmarks/client_cost.py
 	$(BIN)/python -m benchmarks.service_latency
+	$(BIN)/python -m benchmarks.engine_training
+	$(BIN)/python -m benchmarks.engine_sampling
+	$(BIN)/python -m benchmarks.engine_memory
+	$(BIN)/python -m benchmarks.engine_sharing
+	$(BIN)/python -m benchmarks.engine_growth
 
 golden: $(READY)  ## record the official clients' requests anew
 	$(BIN)/python tests/golden/record.py

@@ -79,8 +79,8 @@ def main(rounds: int = 5) -> None:
         run(questions, rounds)
     own = [one / many for (one, _), (many, _) in zip(eight.seconds, adapters.seconds, strict=True)]
     body = table(questions) + (
-        f"\n\nEight adapters beside one, of our own rate: {statistics.median(own):.2f} ({min(own):.2f} … {max(own):.2f}); "
-        "must 0.75, aim 0.9."
+        f"\n\nEight adapters beside one, of our own rate: {statistics.median(own):.2f} "
+        f"({min(own):.2f} … {max(own):.2f}); must 0.75, aim 0.9."
     )
     write("engine_sampling", "How fast the service samples", "engine_sampling", body)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -240,6 +240,7 @@ class DecodeBatch:
                 return self._unread(readings[0][0], error)
             found = []
         events: list[Event] = []
+        last: dict[Prompt, Tensor] = {}
         for number, (prompt, reading) in enumerate(readings):
             try:
                 if found:
@@ -247,21 +248,28 @@ class DecodeBatch:
                 else:  # together it failed: one by one, so that only the guilty fails
                     prompt.cache.roll_back(prompt.at)
                     (hidden_TD,) = self._decoder.read([reading])
-                self._note(prompt, hidden_TD)
+                for request in self._waiting[prompt]:
+                    unembed = partial(self._unembed, request.weights)
+                    request.scores.read(hidden_TD, prompt.at, unembed, self.model.vocab_size)
             except Exception as error:  # this request's trouble must not become the others'
                 events += self._unread(prompt, error)
+                continue
+            prompt.at += hidden_TD.shape[0]
+            if prompt.at == len(prompt.tokens):
+                last[prompt] = hidden_TD[-1:]
+        self._finish_reading(last)
         return events
 
-    def _note(self, prompt: Prompt, hidden_TD: Tensor) -> None:
-        """More of a prompt has been read."""
-        for request in self._waiting[prompt]:
-            unembed = partial(self._unembed, request.weights)
-            request.scores.read(hidden_TD, prompt.at, unembed, self.model.vocab_size)
-        prompt.at += hidden_TD.shape[0]
-        if prompt.at == len(prompt.tokens):
-            if any(request.most > 0 for request in self._waiting[prompt]):
-                prompt.logits_1V = self._unembed(prompt.weights, hidden_TD[-1:])
+    def _finish_reading(self, last: Mapping[Prompt, Tensor]) -> None:
+        """Prompts that are read, and their last hidden states: first tokens are drawn from those, for all at once."""
+        drawing = [prompt for prompt in last if any(request.most > 0 for request in self._waiting[prompt])]
+        if drawing:
+            hidden_ND = torch.cat([last[prompt] for prompt in drawing])
+            logits_NV = self._decoder.logits(hidden_ND, [prompt.weights for prompt in drawing])
+            for prompt, logits_1V in zip(drawing, torch.split(logits_NV, 1), strict=True):
+                prompt.logits_1V = logits_1V.clone()  # a row, not all of them, for as long as the prompt is kept
                 self._prompts.keep(prompt)
+        for prompt in last:
             self.prefilling.remove(prompt)
             self.starting += self._waiting.pop(prompt)
 

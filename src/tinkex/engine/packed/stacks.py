@@ -18,10 +18,10 @@ from tinkex.engine.lora import LoraWeights
 
 
 class Stacked(NamedTuple):
-    """One group of sites. `ups`: a site's rows of the fused output, its columns of `down`, and its B."""
+    """One group of sites: A side by side, and B in blocks on the diagonal. The zeros cost less than further calls."""
 
     down_GDS: Tensor
-    ups: list[tuple[slice, slice, Tensor]]
+    up_GSO: Tensor
 
 
 class Stacks:
@@ -64,16 +64,16 @@ class Stacks:
         stacked = self._stacked[group] if self._of else None
         if stacked is None:
             return
-        x_ND = x_BD if self._rows_GM is None else x_BD.index_select(0, self._rows_GM)
+        if self._rows_GM is None:  # rows stand by adapter already
+            shape = self._shape
+            low_GMS = torch.bmm(x_BD.view(*shape, -1), stacked.down_GDS)
+            y_BO.view(*shape, -1).baddbmm_(low_GMS, stacked.up_GSO)
+            return
+        assert self._is_real_N is not None
+        x_ND = x_BD.index_select(0, self._rows_GM)
         low_GMS = torch.bmm(x_ND.view(*self._shape, -1), stacked.down_GDS)
-        for place, columns, up_GRO in stacked.ups:
-            delta_NO = torch.bmm(low_GMS[:, :, columns], up_GRO).flatten(0, 1)
-            if self._rows_GM is None:
-                y_BO[:, place] += delta_NO
-            else:
-                assert self._is_real_N is not None
-                real_N = self._is_real_N
-                y_BO[:, place].index_add_(0, self._rows_GM[real_N], delta_NO[real_N])
+        delta_NO = torch.bmm(low_GMS, stacked.up_GSO).flatten(0, 1)
+        y_BO.index_add_(0, self._rows_GM[self._is_real_N], delta_NO[self._is_real_N])
 
     def _stack(self, sites: Mapping[str, slice], width: int) -> Stacked | None:
         used = [site for site in sites if any(site in one.pairs for one in self._of)]
@@ -81,13 +81,12 @@ class Stacks:
             return None
         rank = max(one.spec.rank for one in self._of)
         down_GSD = torch.zeros(len(self._of), len(used) * rank, width)
-        ups = []
+        up_GSO = torch.zeros(len(self._of), len(used) * rank, max(place.stop for place in sites.values()))
         for number, site in enumerate(used):
-            up_GRO = torch.zeros(len(self._of), rank, sites[site].stop - sites[site].start)
             for place, one in enumerate(self._of):
                 if site in one.pairs:
                     a_RD, b_OR = one.pairs[site]
-                    down_GSD[place, number * rank : number * rank + a_RD.shape[0]] = a_RD.detach()
-                    up_GRO[place, : a_RD.shape[0]] = b_OR.detach().t() * one.spec.scale
-            ups.append((sites[site], slice(number * rank, (number + 1) * rank), up_GRO))
-        return Stacked(down_GSD.transpose(1, 2).contiguous(), ups)
+                    rows = slice(number * rank, number * rank + a_RD.shape[0])
+                    down_GSD[place, rows] = a_RD.detach()
+                    up_GSO[place, rows, sites[site]] = b_OR.detach().t() * one.spec.scale
+        return Stacked(down_GSD.transpose(1, 2).contiguous(), up_GSO)
