@@ -710,7 +710,7 @@ def test_a_prompt_is_read_once_for_all_calls_that_have_it_and_turns_read_what_is
     running = sampler(tiny)
     reads = first_arguments(monkeypatch, running._decoders[tiny], "read")
     long = list(TEXT.encode()) * 2
-    group = {number: spec(long, max_tokens=3, seed=number, party=str(number)) for number in range(6)}
+    group = {number: spec(long, max_tokens=3, seed=number) for number in range(6)}
     answers = finish(running, group)
     assert sum(len(reading.tokens) for readings in reads for reading in readings) == len(long)
     assert [sampled(answers, number).cache_hit_tokens for number in group] == [0] + [len(long)] * 5
@@ -722,7 +722,7 @@ def test_a_prompt_is_read_once_for_all_calls_that_have_it_and_turns_read_what_is
     same(sampled(answers, 7), answer(tiny, spec(turn, max_tokens=5, seed=0)))
 
 
-def test_what_was_read_with_an_adapter_serves_no_other_party(tiny: Model, adapter_folders: list[str]) -> None:
+def test_what_was_read_for_one_party_serves_no_other(tiny: Model, adapter_folders: list[str]) -> None:
     running = sampler(tiny)
     long = list(TEXT.encode()) * 2
 
@@ -734,14 +734,49 @@ def test_what_was_read_with_an_adapter_serves_no_other_party(tiny: Model, adapte
     assert hits("a", adapter_folders[0]) == len(long)
     assert hits("a", adapter_folders[1]) == 0
     assert hits("a", None) == 0
+    assert hits("b", None) == 0
     assert hits("b", None) == len(long)
 
 
+def test_a_base_prompt_read_beside_a_long_one_with_an_adapter_is_the_base_models_own(
+    tiny: Model, adapter_folders: list[str]
+) -> None:
+    given = {
+        1: spec([7, 8, 9, 10] * 100, weights=adapter_folders[0], max_tokens=2, seed=1),
+        2: spec(list(TEXT.encode()), max_tokens=6, seed=2, prompt_logprobs=True),
+    }
+    answers = finish(sampler(tiny), given)
+    for number, one in given.items():
+        same(sampled(answers, number), answer(tiny, one))
+    alone = answer(tiny, given[2]).prompt_logprobs
+    assert sampled(answers, 2).prompt_logprobs == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_kept_prompt_keeps_no_adapter(tiny: Model, adapter_folders: list[str]) -> None:
+    running = sampler(tiny)
+    for number, folder in enumerate(adapter_folders):
+        finish(running, {number: spec(list(TEXT.encode()), weights=folder, max_tokens=1)})
+    assert running._prompts.tokens > 0
+    assert all(prompt.weights is None for prompt in running._prompts._kept.values())
+
+
+def test_a_short_prompt_is_not_kept_waiting_by_long_ones(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "CHUNK", 64)
+    running = sampler(tiny)
+    for number in range(5):
+        running.add(number, spec([number] * 1000, max_tokens=1))
+    running.add(9, spec(b"short", max_tokens=1))
+    for _ in range(12):
+        if any(number == 9 for number, _ in running.step()):
+            return
+    raise AssertionError("it waits for all of the long ones")
+
+
 def test_prompts_are_kept_within_a_bound(tiny: Model) -> None:
-    running = sampler(tiny, max_cache_tokens=8 * 300)
+    running = sampler(tiny, max_cache_tokens=8 * 400)
     for number in range(10):
         finish(running, {number: spec([number] * 100, max_tokens=1)})
-        assert running._prompts.tokens <= 300
+        assert running._prompts.tokens <= 400
     assert running._prompts.nbytes > 0
 
 

@@ -529,3 +529,31 @@ def test_parties_share_by_tokens_however_many_passes_and_datums_they_have(tiny: 
 
 def test_a_datum_longer_than_the_budget_runs_when_its_pass_has_waited_longest(tiny: Model) -> None:
     assert sizes(tiny, 100, {"huge": [500], "small": [10]}) == {"huge": [500], "small": []}
+
+
+def test_a_party_with_many_long_passes_does_not_keep_another_waiting(tiny: Model) -> None:
+    session = Session(tiny, token_budget=40)
+    names = [f"a{number}" for number in range(6)]
+    for name in (*names, "b"):
+        session.create(name)
+    long = datum(range(40), target_tokens=range(1, 41))
+    for number, name in enumerate((*names, "b")):
+        frame = pass_frame("forward_backward", name, [long] if name != "b" else DATA[:1], "cross_entropy", None)
+        frame.head["party"] = name[0]
+        session.trainer.add(number, decode(frame.encode()))
+    order: list[int] = []
+    while session.trainer.has_work:
+        order += [number for number, _ in session.trainer.step()]
+    assert order.index(6) <= 1
+
+
+def test_short_commands_that_keep_coming_do_not_keep_a_pass_waiting(tiny: Model) -> None:
+    session = Session(tiny)
+    for name in ("a", "b"):
+        session.create(name)
+    session.trainer.add(0, decode(pass_frame("forward_backward", "a", DATA, "cross_entropy", None).encode()))
+    for number in range(1, 40):
+        session.trainer.add(number, Frame({"op": "optim_step", "adapter": "b"}))
+        if any(done == 0 for done, _ in session.trainer.step()):
+            return
+    raise AssertionError("it never ran")

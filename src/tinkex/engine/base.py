@@ -75,7 +75,7 @@ class SampleSpec:
     weights: str | None = None
     """A folder with an adapter, or None for the base model."""
     party: str = ""
-    """Whose request it is: what was read of a prompt with an adapter serves nobody else's."""
+    """Whose request it is: what was read of its prompt serves nobody else's."""
     prompt: tuple[int, ...] = ()
     num_samples: int = 1
     max_tokens: int = 16

@@ -257,6 +257,9 @@ class DecodeBatch:
             prompt.at += hidden_TD.shape[0]
             if prompt.at == len(prompt.tokens):
                 last[prompt] = hidden_TD[-1:]
+            else:  # a long one goes behind the others
+                self.prefilling.remove(prompt)
+                self.prefilling.append(prompt)
         self._finish_reading(last)
         return events
 
@@ -270,6 +273,7 @@ class DecodeBatch:
                 prompt.logits_1V = logits_1V.clone()  # a row, not all of them, for as long as the prompt is kept
                 self._prompts.keep(prompt)
         for prompt in last:
+            prompt.weights = None  # a prompt that is kept must not keep an adapter
             self.prefilling.remove(prompt)
             self.starting += self._waiting.pop(prompt)
 

@@ -37,11 +37,12 @@ class GeneralRunner:
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
         """All at once: autograd cannot be left in the middle."""
         yield from ()
+        order = {id(adapter): place for place, adapter in enumerate(dict.fromkeys(item.adapter for item in items))}
         # Rows without a gradient go through a pass of their own: autograd would keep all that they computed.
         for needs_gradient in (True, False):
             chosen = [item for item in items if item.needs_gradient is needs_gradient]
             if chosen:
-                self._batch(sorted(chosen, key=lambda item: id(item.adapter)), needs_gradient)
+                self._batch(sorted(chosen, key=lambda item: order[id(item.adapter)]), needs_gradient)
 
     def _batch(self, items: Sequence[Item], needs_gradient: bool) -> None:
         with torch.set_grad_enabled(needs_gradient):

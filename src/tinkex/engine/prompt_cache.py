@@ -1,7 +1,7 @@
 """Prompts that were read, and those that were read before: what two have in common is computed once.
 
 Kept are the last used ones, within a number of tokens. A prompt serves requests of the same weights and the same party
-alone, unless the weights are the base model's own.
+alone.
 
 Axes: V vocabulary.
 """
@@ -19,6 +19,8 @@ from tinkex.engine.lora import LoraWeights
 
 WORTH_IT = 16
 """Tokens in common below which nothing is copied."""
+OVERHEAD = 64
+"""What a kept prompt counts besides its tokens: its logits, and columns of its cache that are not used."""
 
 
 class Prompt:
@@ -51,7 +53,7 @@ class PromptCache:
 
     @property
     def tokens(self) -> int:
-        return sum(len(tokens) for _, tokens in self._kept)
+        return sum(len(tokens) + OVERHEAD for _, tokens in self._kept)
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +76,7 @@ class PromptCache:
         return wanted
 
     def keep(self, prompt: Prompt) -> None:
-        if len(prompt.tokens) > self._limit_tokens or len(prompt.tokens) < WORTH_IT:
+        if len(prompt.tokens) < WORTH_IT or len(prompt.tokens) + OVERHEAD > self._limit_tokens:
             return
         self._kept[prompt.key, prompt.tokens] = prompt
         while self.tokens > self._limit_tokens:

@@ -85,8 +85,9 @@ class Sampler:
             most = min(most, max(model.info.max_context_length - len(spec.prompt), 0))
         request = Request(number, spec, most, self._stops(spec, model), PromptScores(spec))
         key = self._adapters.key_of(spec, model)
-        # What was read with an adapter is its owner's alone: how quick an answer comes would tell others of it.
-        request.key = (key, spec.party if key.weights is not None else "")
+        # What was read is its party's alone, also with the base model: an answer tells how much of a prompt was known,
+        # and whoever may ask often could read another's prompt out of that, token by token.
+        request.key = (key, spec.party)
         self._waiting[number] = key, request
 
     def cancel(self, number: int) -> None:

@@ -62,9 +62,10 @@ class Trainer:
         """One turn: what is short, or a part of a micro-batch. Returns what is finished."""
         if self._running is None:
             replies = self._admit()
-            if replies or not self._passes:
+            if self._passes:
+                self._running = self._next_batch()  # however many short commands keep coming
+            if replies or self._running is None:
                 return replies
-            self._running = self._next_batch()
         try:
             next(self._running)
             return []
@@ -84,7 +85,7 @@ class Trainer:
         left: deque[tuple[int, Frame]] = deque()
         while self._queue:
             number, command = self._queue.popleft()
-            name = command.head["adapter"]
+            name = str(command.head.get("adapter"))
             if name in busy:
                 left.append((number, command))
                 continue
@@ -156,9 +157,9 @@ class Trainer:
         runner = self._runners[model]
         items = share(chosen, self._token_budget, runner)
         self._batch = [one for one in chosen if one.running]
-        for one in self._batch:  # whoever had a turn goes behind the others
-            self._passes.remove(one)
-            self._passes.append(one)
+        # Parties that had a turn go behind the others, and within a party its passes.
+        served = {one.party for one in self._batch}
+        self._passes.sort(key=lambda one: (one.party in served, one in self._batch))
         return runner.run(items)
 
     def _settle(self) -> list[Reply]:

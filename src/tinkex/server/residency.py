@@ -75,7 +75,9 @@ class Residency:
         for row in await self._db(self._store.operations_of, run_id, run.snapshot_seq):
             if row.state == "done" and row.kind in REPLAYED:
                 command = await self._db(self._store.command, row.request_id)
-                await self._engine.run(frames.decode(command))
+                frame = frames.decode(command)
+                frame.head["party"] = lane.run.tenant
+                await self._engine.run(frame)
                 replayed += 1
         self._resident[run_id] = generation
         lane.is_changed = replayed > 0

@@ -39,8 +39,10 @@ class PackedDecoder:
         """Four of every layer, then the unembedding. Made when the first step needs them."""
         places = [group.places for layer in weights.layers for group in layer.groups]
         widths = [group.weight_OD.shape[1] for layer in weights.layers for group in layer.groups]
+        self._stacks = Stacks(places, widths)
         vocabulary, width = weights.head_VD.shape
-        self._stacks = Stacks([*places, {weights.head_site: slice(0, vocabulary)}], [*widths, width])
+        self._head = Stacks([{weights.head_site: slice(0, vocabulary)}], [width])
+        """Of its own: prompts that are read and rows that step need not have the same adapters."""
 
     # Prompts
 
@@ -51,7 +53,7 @@ class PackedDecoder:
         for reading, length in zip(readings, lengths, strict=True):
             segments += [Segment(reading.weights, at, at + length)] if reading.weights is not None else []
             at += length
-        deltas = Deltas(segments)
+        deltas = Deltas(segments, at)
         positions_N = torch.cat(
             [torch.arange(one.at, one.at + length) for one, length in zip(readings, lengths, strict=True)]
         )
@@ -110,8 +112,10 @@ class PackedDecoder:
 
     def logits(self, hidden_ND: Tensor, acting: Acting) -> Tensor:
         if hidden_ND.shape[0] <= gemm.PACKED_UP_TO:
-            self._stacks.arrange(acting)
-            return self._linear(self._packed(), len(self._linears) - 1, hidden_ND)
+            self._head.arrange(acting)
+            logits_NV = self._packed()[-1](hidden_ND)
+            self._head.add(0, hidden_ND, logits_NV)
+            return logits_NV
         logits_NV = gemm.linear(hidden_ND, self._weights.head_VD)
         for weights, start, stop in segments_of(acting):
             pair = weights.pairs.get(self._weights.head_site)

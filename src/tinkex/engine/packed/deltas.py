@@ -40,11 +40,12 @@ def parts_of(weights: LoraWeights, group: Group) -> list[Part]:
 class Deltas:
     """The adapters of one pack: tokens of no segment are the base model's, the first `graded` take part backward."""
 
-    def __init__(self, segments: Sequence[Segment], graded: int = 0) -> None:
+    def __init__(self, segments: Sequence[Segment], count: int, graded: int = 0) -> None:
+        """`count`: tokens in all."""
         self._segments = segments
         self._graded = [segment for segment in segments if segment.stop <= graded]
         self._alone: LoraWeights | None = None
-        if len(segments) == 1 and segments[0].stop - segments[0].start >= MERGE_FROM:
+        if len(segments) == 1 and segments[0].start == 0 and segments[0].stop == count >= MERGE_FROM:
             self._alone = segments[0].weights
 
     def forward(self, group: Group, x_ND: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class PackedRunner:
     def hidden(self, tokens_T: Tensor) -> Tensor:
         """The base model's final hidden states of one sequence [T, D]."""
         weights, x_TD = self.weights, self._embedded(tokens_T)
-        pack = Pack(Deltas(()), runs_of([len(tokens_T)]), *weights.angles(torch.arange(len(tokens_T))))
+        pack = Pack(Deltas((), len(tokens_T)), runs_of([len(tokens_T)]), *weights.angles(torch.arange(len(tokens_T))))
         for layer in weights.layers:
             x_TD, _ = layers.forward(weights, layer, pack, x_TD)
         return layers.norm(x_TD, weights.norm_D, weights.eps)[0]
@@ -64,7 +64,8 @@ class PackedRunner:
         pack = _pack(weights, items, graded)
         x_ND = self._embedded(torch.cat([item.datum.tokens_T for item in items]))
         kept: list[Kept | Tensor] = []
-        whole = self._whole_layers(graded)
+        # What is kept are views of what all tokens have: that is what it costs.
+        whole = self._whole_layers(x_ND.shape[0] if graded else 0)
         for number, layer in enumerate(weights.layers):
             before_ND = x_ND
             x_ND, found = layers.forward(weights, layer, pack, x_ND)
@@ -95,13 +96,13 @@ class PackedRunner:
             del found
             yield
 
-    def _whole_layers(self, graded: int) -> int:
+    def _whole_layers(self, tokens: int) -> int:
         """How many layers may keep all that their backward pass needs."""
         weights = self.weights
         layer = weights.layers[0]
         width = weights.embedding_VD.shape[1]
         wide = layer.qkv.weight_OD.shape[0] + layer.gate_up.weight_OD.shape[0] + layer.out.weight_OD.shape[1]
-        per_layer = 4 * graded * (2 * width + wide + weights.heads)
+        per_layer = 4 * tokens * (2 * width + wide + weights.heads)
         return len(weights.layers) if per_layer == 0 else int(self._kept_bytes // per_layer)
 
 
@@ -128,7 +129,7 @@ def _pack(weights: Weights, items: Sequence[Item], graded: int, stop: int | None
         lengths.append(item.length)
         at += item.length
     cos_N1W, sin_N1W = weights.angles(torch.cat([torch.arange(length) for length in lengths]))
-    return Pack(Deltas(segments, graded), _runs(lengths, graded), cos_N1W, sin_N1W)
+    return Pack(Deltas(segments, at, graded), _runs(lengths, graded), cos_N1W, sin_N1W)
 
 
 def _runs(lengths: Sequence[int], graded: int) -> list[Run]:

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from tinkex.engine.lora import LoraWeights
 
+FEW_RANKS = 256
+"""All ranks together, filled up, up to which zeros do not matter."""
+MOST_RANKS = 1024
+"""Beyond, a second copy of the adapters takes too much memory (2 GB on SmolLM2)."""
+
 
 class Stacked(NamedTuple):
     """One group of sites: A side by side, and B in blocks on the diagonal. The zeros cost less than further calls."""
@@ -36,6 +41,9 @@ class Stacks:
         """Which row stands where; None if rows stand as they are."""
         self._is_real_N: Tensor | None = None
         self._shape = (0, 0)
+        self._is_loop = False
+        self._places: list[tuple[LoraWeights, Tensor]] = []
+        """Adapters and their rows, where stacking would be wasteful."""
 
     def arrange(self, weights: Sequence[LoraWeights | None]) -> None:
         """Get ready for rows with these weights."""
@@ -47,8 +55,12 @@ class Stacks:
                 acting[id(one)] = one
         found = tuple(acting.values())
         if len(found) != len(self._of) or any(one is not other for one, other in zip(found, self._of, strict=True)):
+            self._of, self._stacked = (), []  # whatever happens now, no stack of others is left
+            self._is_loop = is_wasteful([one.spec.rank for one in found])
+            if not self._is_loop:
+                self._stacked = [self._stack(found, *given) for given in zip(self._groups, self._widths, strict=True)]
             self._of = found
-            self._stacked = [self._stack(*given) for given in zip(self._groups, self._widths, strict=True)]
+        self._places = [(one, torch.tensor(places[id(one)])) for one in found] if self._is_loop else []
         most = max((len(rows) for rows in places.values()), default=0)
         self._shape = (len(found), most)
         order = [row for rows in places.values() for row in (*rows, *[-1] * (most - len(rows)))]
@@ -61,6 +73,10 @@ class Stacks:
 
     def add(self, group: int, x_BD: Tensor, y_BO: Tensor) -> None:
         """Add the adapters' part to the output of a group, in place."""
+        if self._is_loop:
+            for weights, rows_N in self._places:
+                _add(self._groups[group], weights, rows_N, x_BD, y_BO)
+            return
         stacked = self._stacked[group] if self._of else None
         if stacked is None:
             return
@@ -75,18 +91,34 @@ class Stacks:
         delta_NO = torch.bmm(low_GMS, stacked.up_GSO).flatten(0, 1)
         y_BO.index_add_(0, self._rows_GM[self._is_real_N], delta_NO[self._is_real_N])
 
-    def _stack(self, sites: Mapping[str, slice], width: int) -> Stacked | None:
-        used = [site for site in sites if any(site in one.pairs for one in self._of)]
+    @staticmethod
+    def _stack(of: Sequence[LoraWeights], sites: Mapping[str, slice], width: int) -> Stacked | None:
+        used = [site for site in sites if any(site in one.pairs for one in of)]
         if not used:
             return None
-        rank = max(one.spec.rank for one in self._of)
-        down_GSD = torch.zeros(len(self._of), len(used) * rank, width)
-        up_GSO = torch.zeros(len(self._of), len(used) * rank, max(place.stop for place in sites.values()))
+        rank = max(one.spec.rank for one in of)
+        down_GSD = torch.zeros(len(of), len(used) * rank, width)
+        up_GSO = torch.zeros(len(of), len(used) * rank, max(place.stop for place in sites.values()))
         for number, site in enumerate(used):
-            for place, one in enumerate(self._of):
+            for place, one in enumerate(of):
                 if site in one.pairs:
                     a_RD, b_OR = one.pairs[site]
                     rows = slice(number * rank, number * rank + a_RD.shape[0])
                     down_GSD[place, rows] = a_RD.detach()
                     up_GSO[place, rows, sites[site]] = b_OR.detach().t() * one.spec.scale
         return Stacked(down_GSD.transpose(1, 2).contiguous(), up_GSO)
+
+
+def _add(sites: Mapping[str, slice], weights: LoraWeights, rows_N: Tensor, x_BD: Tensor, y_BO: Tensor) -> None:
+    """One adapter's part, site by site."""
+    for site, place in sites.items():
+        if site in weights.pairs:
+            a_RD, b_OR = weights.pairs[site]
+            low_NR = x_BD[rows_N] @ a_RD.detach().t() * weights.spec.scale
+            y_BO[:, place].index_add_(0, rows_N, low_NR @ b_OR.detach().t())
+
+
+def is_wasteful(ranks: Sequence[int]) -> bool:
+    """Whether stacks would be mostly zeros, or too large: then adapters act one by one."""
+    filled = max(ranks, default=0) * len(ranks)
+    return filled > MOST_RANKS or filled > max(FEW_RANKS, 2 * sum(ranks))
