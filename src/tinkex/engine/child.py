@@ -172,8 +172,8 @@ def _settle_threads_and_memory() -> None:
     # have to be woken for every small product. A pass of 8×32 tokens of eight adapters took 2.3 s asleep, 1.2 s with
     # this little spinning; three engines at once on two cores were 2 times slower so than asleep, 10 times with 10
     # times the spinning (medians, `docs/LOG.md`).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # border: OpenMP reads both when torch loads it
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # border: OpenMP reads it when torch loads it, and nothing else
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # border: the same
     if sys.platform == "linux":
         import ctypes
 
