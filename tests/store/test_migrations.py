@@ -114,6 +114,20 @@ def test_servers_that_open_a_fresh_database_together_all_get_in(place: Place) ->
     assert problems == []
 
 
+def test_a_new_database_that_another_program_is_just_writing_is_waited_for(tmp_path: Path) -> None:
+    """SQLite refuses to turn such a file to WAL at once, however long it was told to wait."""
+    other = sqlite3.connect(tmp_path / "tinkex.db", isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE theirs (name TEXT)")
+    other.execute("BEGIN IMMEDIATE")
+    letting_go = threading.Timer(0.2, other.execute, ["COMMIT"])
+    letting_go.start()
+    try:
+        Store.open(f"sqlite:///{tmp_path / 'tinkex.db'}", tmp_path).close()
+    finally:
+        letting_go.join()
+        other.close()
+
+
 def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "notes.db").write_text("Dear diary, " * 500)
     with pytest.raises(ConfigError, match=r"cannot be opened: file is not a database"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
@@ -15,6 +16,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import QueuePool
 
+from tinkex.clock import REAL
 from tinkex.errors import ConfigError, MissingExtra
 from tinkex.store.errors import Unavailable, translated
 from tinkex.store.payloads import Kept, Payloads
@@ -24,6 +26,8 @@ R = TypeVar("R")
 
 BUSY_S = 10.0
 """How long a write waits while another program (`tinkex key`, a backup) holds the SQLite file."""
+AGAIN_S = 0.01
+"""How soon a lock that SQLite itself does not wait for is tried again."""
 LARGEST = 2**63 - 1
 
 
@@ -153,11 +157,24 @@ def _sqlite(address: URL, durability: Durability) -> Engine:
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None  # `_transaction` says BEGIN; sqlite3 itself would not say it before DDL.
-        connection.execute("PRAGMA journal_mode = WAL")
+        _use_wal(connection)
         connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
         connection.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
 
     return engine
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """SQLite waits for its locks, but not while it turns a new file to WAL: who comes second is refused at once."""
+    give_up_s = REAL.now() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as problem:
+            if (problem.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY or REAL.now() >= give_up_s:
+                raise
+        threading.Event().wait(AGAIN_S)
 
 
 def _postgresql(address: URL) -> Engine:
