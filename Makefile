@@ -5,16 +5,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCAL := $(VENV)/.local
 
-.PHONY: help demo test test-full check format docs site bench conformance compatibility golden cookbook cookbook-runs clean
+.PHONY: help demo test test-full check format docs site bench conformance compatibility pins golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt pins.txt
 	@$(PYTHON) scripts/install.py $(VENV) dev,local,postgres
 	@touch $@ $(LOCAL)
 
-$(LOCAL): pyproject.toml constraints.txt
+$(LOCAL): pyproject.toml constraints.txt pins.txt
 	@$(PYTHON) scripts/install.py $(VENV) local
 	@touch $@
 
@@ -66,6 +66,11 @@ bench: $(READY)  ## the client beside the official ones, the service beside the 
 	$(BIN)/python -m benchmarks.engine_memory
 	$(BIN)/python -m benchmarks.engine_sharing
 	$(BIN)/python -m benchmarks.engine_growth
+
+pins: $(READY)  ## write pins.txt anew, with the newest releases (run the tests after it)
+	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --constraint constraints.txt --editable .[dev,local,postgres]
+	@{ echo "# What the tests passed with: the releases in .venv, for development and CI. Written by \`make pins\`."; \
+	   echo "--constraint constraints.txt"; $(BIN)/pip freeze --exclude-editable --exclude torch; } > pins.txt
 
 golden: $(READY)  ## record the official clients' requests anew
 	$(BIN)/python tests/golden/record.py

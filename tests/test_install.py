@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import shutil
 import sys
+import tomllib
 from collections import namedtuple
 from pathlib import Path
 from types import ModuleType
@@ -67,3 +69,25 @@ def test_pips_lines_become_a_few_words(install: ModuleType, line: str, shown: st
 )
 def test_a_failure_is_told_with_its_cause(install: ModuleType, said: str, cause: str) -> None:
     assert cause in install.explain(said)
+
+
+def test_releases_that_cannot_be_had_here_are_replaced_by_the_newest(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pip").touch()
+    answers = {"pins.txt": (1, "ERROR: No matching distribution found for x==1"), "constraints.txt": (0, "")}
+    monkeypatch.setattr(install, "install", lambda venv, extras, constraints: answers[constraints])
+    assert install.main(tmp_path, "local") == 0
+    assert "A release of pins.txt cannot be had here" in capsys.readouterr().out
+
+
+def test_every_tool_and_library_of_the_environment_is_pinned() -> None:
+    """Or a release of somebody else's, made overnight, decides whether a change may land."""
+    root = FILE.parent.parent
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in (root / "pins.txt").read_text().split("\n")}
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["local"], *extras["postgres"]]
+    names = {re.split(r"[\[>=;\s]", one)[0].lower().replace("_", "-") for one in wanted}
+    assert names - pinned == {"tinkex", "torch"}  # this, and what constraints.txt holds

@@ -148,7 +148,9 @@ def test_peft_loads_what_we_save_and_gives_the_same_logits(tiny: Model, tmp_path
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loaded = peft.PeftModel.from_pretrained(plain_model(tiny.info.folder), tmp_path / "saved").eval()
-    assert not [str(warning.message) for warning in caught if "tie_word_embeddings" not in str(warning.message)]
+    # What PEFT says of the adapter is a UserWarning; a library's word on its own next release is none of ours.
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    assert not [words for words in said if "tie_word_embeddings" not in words]
     adapted = {
         name.removeprefix("base_model.model.") for name, module in loaded.named_modules() if hasattr(module, "lora_A")
     }
