@@ -26,6 +26,8 @@ class Trainer:
     def __init__(self) -> None:
         self._queue: deque[tuple[int, Generator[None, None, Frame]]] = deque()
 
+    has_passes = False
+
     @property
     def has_work(self) -> bool:
         return bool(self._queue)
@@ -102,7 +104,7 @@ class Sampler:
         return events
 
 
-def load(start: Mapping[str, Any], send: child.Send) -> tuple[Trainer, Sampler]:
+def load(start: Mapping[str, Any], send: child.Send) -> child.Loop:
     name = start["models"][0]["name"]
     send(Frame({"n": 0, "news": "loading", "what": name}))
     match name:
@@ -113,9 +115,9 @@ def load(start: Mapping[str, Any], send: child.Send) -> tuple[Trainer, Sampler]:
         case "garbage":
             send(Frame({"no": "number"}))
     send(Frame({"n": 0, "news": "ready", "threads": 1, "device": "cpu"}))
-    return Trainer(), Sampler()
+    return child.Loop(Trainer(), Sampler(), send)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    child.load = load  # type: ignore[assignment]
+    child.load = load
     child.main()

@@ -10,7 +10,9 @@ import torch
 
 from tests.engine.oracle import Session, datum, randomise
 from tinkex.engine import optimizer
+from tinkex.engine.adapters import Adapter
 from tinkex.engine.base import EngineFault
+from tinkex.engine.frames import Frame
 from tinkex.engine.model import Model
 
 SETTINGS: dict[str, dict[str, float]] = {
@@ -26,6 +28,11 @@ SETTINGS: dict[str, dict[str, float]] = {
         "grad_clip_norm": 2.0,
     },
 }
+
+
+def step(adapter: Adapter, settings: optimizer.AdamW) -> dict[str, float]:
+    ((_, metrics),) = optimizer.step_all([adapter], settings)
+    return metrics
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -53,7 +60,7 @@ def test_twenty_steps_equal_those_of_torch(tiny: Model, name: str, monkeypatch: 
         if given.get("grad_clip_norm"):
             torch.nn.utils.clip_grad_norm_([twin], given["grad_clip_norm"])
         torch_adamw.step()
-        metrics = optimizer.step(adapter, optimizer.AdamW.read(given))
+        metrics = step(adapter, optimizer.AdamW.read(given))
         torch.testing.assert_close(adapter.weights_P, twin.detach(), rtol=1e-5, atol=1e-7)
         assert metrics == pytest.approx(
             {
@@ -159,7 +166,74 @@ def test_settings_that_would_spoil_a_run_are_refused_and_keep_the_gradient(
     session.passes([datum(range(9), target_tokens=range(1, 10))], "cross_entropy")
     gradient, weights = adapter.gradient_P.clone(), adapter.weights_P.clone()
     with pytest.raises(EngineFault, match=words) as refused:
-        optimizer.step(adapter, optimizer.AdamW.read(settings))
+        step(adapter, optimizer.AdamW.read(settings))
     assert refused.value.category == "user"
     assert torch.equal(adapter.gradient_P, gradient) and torch.equal(adapter.weights_P, weights)
     assert session.optim()["step:max"] == 1.0
+
+
+def test_steps_of_several_adapters_that_wait_together_share_a_call_and_equal_each_alone(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the same settings, one of others, one without a gradient; and a second step of the first."""
+    calls: list[int] = []
+    kernel = optimizer.adamw
+    monkeypatch.setattr(
+        optimizer,
+        "adamw",
+        lambda weights, *given, **more: (calls.append(len(weights)), kernel(weights, *given, **more)),
+    )
+    rates = {"a": 1e-3, "b": 1e-3, "c": 1e-2, "d": 1e-3}
+    found = []
+    for is_together in (True, False):
+        session = Session(tiny)
+        adapters = {name: randomise(session.create(name, rank=2), place) for place, name in enumerate(rates)}
+        for place, adapter in enumerate(adapters.values()):
+            drawn = torch.Generator().manual_seed(place)
+            adapter.gradient_P.copy_(torch.randn(adapter.gradient_P.shape, generator=drawn))
+            adapter.has_gradient = place != 3
+        commands = [
+            Frame({"op": "optim_step", "adapter": name, "learning_rate": rates[name]}) for name in (*rates, "a")
+        ]
+        calls.clear()
+        replies = session.send_all(commands) if is_together else [session.send(command) for command in commands]
+        assert sorted(calls) == ([1, 2] if is_together else [1, 1, 1])
+        found.append(([reply.head for reply in replies], [adapter.weights_P for adapter in adapters.values()]))
+    (heads, weights), (heads_alone, weights_alone) = found
+    assert heads == heads_alone
+    assert heads[4]["metrics"]["no_gradient:max"] == heads[3]["metrics"]["no_gradient:max"] == 1
+    assert all(torch.equal(one, other) for one, other in zip(weights, weights_alone, strict=True))
+
+
+def test_a_step_that_fails_leaves_the_others_done_and_is_tried_alone(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "SLICE", 10_000)  # an adapter each
+    session = Session(tiny)
+    adapters = [randomise(session.create(name, rank=2), place) for place, name in enumerate("abc")]
+    for adapter in adapters:
+        adapter.gradient_P.fill_(2.0)
+        adapter.has_gradient = True
+    before = [adapter.weights_P.clone() for adapter in adapters]
+    empty = torch.empty
+    asked: list[int] = []
+
+    def scarce(*shape: Any, **given: Any) -> torch.Tensor:
+        if shape[0] == 2:
+            asked.append(1)
+            if len(asked) in (2, 3):  # the second adapter, together and alone
+                raise MemoryError
+        return empty(*shape, **given)
+
+    monkeypatch.setattr(torch, "empty", scarce)
+    for number, name in enumerate("abc"):
+        session.trainer.add(number, Frame({"op": "optim_step", "adapter": name, "grad_clip_norm": 1.0}))
+    replies: dict[int, Any] = {}
+    while session.trainer.has_work:
+        replies.update(session.trainer.step())
+    assert isinstance(replies[1], MemoryError)
+    assert torch.equal(adapters[1].weights_P, before[1]) and bool((adapters[1].gradient_P == 2.0).all())
+    assert adapters[1].has_gradient and adapters[1].step == 0
+    for place in (0, 2):
+        assert replies[place].head["metrics"]["step:max"] == adapters[place].step == 1
+        assert not torch.equal(adapters[place].weights_P, before[place]) and not adapters[place].has_gradient

@@ -16,8 +16,8 @@ from tinkex.engine.base import EngineFault
 from tinkex.engine.commands import pass_frame, read_outputs
 from tinkex.engine.frames import Frame, decode
 from tinkex.engine.model import Model
+from tinkex.engine.passes import Pass, share
 from tinkex.engine.runner import Item
-from tinkex.engine.train import Pass, share
 from tinkex.types.inputs import Datum
 from tinkex.types.tensor import TensorData
 
@@ -164,6 +164,17 @@ def test_forward_and_forward_backward_share_a_pass_and_only_one_leaves_a_gradien
     assert close(state(session, "two"), wanted)
     _, reply = alone(tiny, 0, 4, op="forward")
     assert replies[0].head["metrics"]["loss:sum"] == pytest.approx(reply.head["metrics"]["loss:sum"], rel=1e-5)
+
+
+def test_passes_that_share_micro_batches_share_their_time_by_tokens(tiny: Model) -> None:
+    session = Session(tiny)
+    frames = []
+    for name, rows in (("one", 1), ("two", 3)):
+        session.create(name)
+        data = [datum(range(8), target_tokens=range(1, 9), weights=[1.0] * 8)] * rows
+        frames.append(pass_frame("forward_backward", name, data, "cross_entropy", None))
+    one, two = (reply.head["seconds"] for reply in session.send_all(frames))
+    assert two == pytest.approx(3 * one) and one > 0
 
 
 def test_a_datum_that_fails_fails_its_own_pass_alone(tiny: Model) -> None:

@@ -24,6 +24,8 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.is_ready = True
+        self.pass_s = 0.0
+        """What it says that a pass took of its own."""
         self.samples: list[SampleSpec] = []
 
     @property
@@ -76,7 +78,7 @@ class FakeEngine:
                 raise EngineFault("loss_fn 'broken' is not known.", "user")
             if op == "forward_backward":
                 self.adapters[name].append(f"fb {len(head['data'])}")
-            return {"metrics": {"loss:sum": 1.0}, "outputs": []}
+            return {"metrics": {"loss:sum": 1.0}, "outputs": [], "seconds": self.pass_s}
         elif op == "optim_step":
             self.adapters[name].append(f"step {head['learning_rate']}")
             return {"metrics": {"step:max": 1.0}}

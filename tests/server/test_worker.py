@@ -236,6 +236,19 @@ async def test_a_snapshot_stands_for_the_journal_before_it(tmp_path: Path) -> No
 
 
 @scenario
+async def test_a_snapshot_is_due_by_a_runs_own_share_of_the_engines_time(tmp_path: Path) -> None:
+    """64 runs that share a pass of ten seconds have a sixth of a second each to repeat."""
+    engine = FakeEngine()
+    async with running(tmp_path, engine, snapshot_every_s=10.0) as service:
+        lane = await new_lane(service)
+        for number, (own_s, count) in enumerate(((4.0, 0), (5.9, 0), (0.2, 1), (9.9, 1)), 1):
+            engine.pass_s = own_s
+            await done(service, await backward(service, lane, number))
+            await idle(lane)
+            assert sum(head["op"] == "snapshot" for head in engine.commands) == count
+
+
+@scenario
 async def test_a_load_survives_a_crash_even_if_its_source_is_deleted(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:

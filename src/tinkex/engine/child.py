@@ -22,28 +22,18 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
-from tinkex.clock import REAL
-from tinkex.engine.base import EngineFault, ModelInfo, Sampled, SampleEvent, Tokens
-from tinkex.engine.commands import event_frame, read_sample
+from tinkex.engine.base import EngineFault, ModelInfo
 from tinkex.engine.frames import PREFIX, Frame, decode_parts
-from tinkex.engine.schedule import Turn, Turns
+from tinkex.engine.loop import Loop, Send, moment_s
 from tinkex.errors import MissingExtra
-
-if TYPE_CHECKING:
-    from tinkex.engine.sample import Sampler
-    from tinkex.engine.train import Trainer
 
 logger = logging.getLogger("tinkex.engine")
 
-STATS_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-
-Send = Callable[[Frame], None]
 
 
 def main() -> None:
@@ -56,7 +46,7 @@ def main() -> None:
     threading.Thread(target=_read, args=(commands, inbox), daemon=True, name="inbox").start()
     gc.disable()  # nothing that an import makes is garbage: looking for it takes a sixth of the start
     try:
-        trainer, sampler = load(inbox.get().head, send)
+        loop = load(inbox.get().head, send)
     except Exception as error:
         if not isinstance(error, EngineFault):  # that one is a sentence for the user already
             logger.exception("The engine cannot start.")
@@ -65,7 +55,7 @@ def main() -> None:
     gc.freeze()  # nor will it ever be
     gc.enable()
     try:
-        Loop(trainer, sampler, send).serve(inbox)
+        loop.serve(inbox)
     except Exception:
         logger.exception("The engine cannot go on.")
         os._exit(1)  # an ordinary exit would wait for a lock that the reader holds
@@ -130,7 +120,7 @@ def read_frame(stream: BinaryIO) -> Frame | None:
     return decode_parts(head, body) if len(head) == head_size else None
 
 
-def load(start: Mapping[str, Any], send: Send) -> tuple[Trainer, Sampler]:
+def load(start: Mapping[str, Any], send: Send) -> Loop:
     """Import torch, load the models; slow. Says what it is at."""
     send(Frame({"n": 0, "news": "loading", "what": "PyTorch"}))
     _settle_threads_and_memory()
@@ -163,24 +153,27 @@ def load(start: Mapping[str, Any], send: Send) -> tuple[Trainer, Sampler]:
         adapters_bytes=start["adapters_bytes"],
     )
     send(Frame({"n": 0, "news": "ready", "threads": threads, "device": str(device)}))
-    return trainer, sampler
+    largest = max(sum(part.nbytes for part in one.module.parameters()) for one in models.values())
+    return Loop(trainer, sampler, send, moment_s(largest, device.type))
 
 
 def _settle_threads_and_memory() -> None:
     """Before torch is loaded: how its threads wait for each other, and what becomes of memory that it gives back."""
     # Threads that spin take the cores from the server, from clients and from each other; threads that sleep at once
-    # have to be woken for every small product. A pass of 8×32 tokens of eight adapters took 2.3 s asleep, 1.2 s with
-    # this little spinning; three engines at once on two cores were 2 times slower so than asleep, 10 times with 10
-    # times the spinning (medians, `docs/LOG.md`).
+    # have to be woken for every small product. A pass of 8×32 tokens of eight adapters took 2.3 s asleep, 1.2 s with a
+    # little spinning; a decode step 49 ms with 2,000 rounds of it, 43 with 6,000 or 15,000. Three engines at once on
+    # two cores lose by it, the more the longer they spin (medians, `docs/LOG.md`).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # border: OpenMP reads it when torch loads it, and nothing else
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # border: the same
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # border: the same
     if sys.platform == "linux":
         import ctypes
 
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):  # glibc: a pass asks for the same large pieces again and again
             libc.mallopt(_M_MMAP_MAX, 0)
-            libc.mallopt(_M_TRIM_THRESHOLD, 1 << 29)
+            # What a pass took stays: eight short passes took 1.13 s where the memory of a long one before them had been
+            # given back, and 1.05 s where it had not.
+            libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def pick_device(name: str) -> Any:
@@ -216,162 +209,6 @@ def _why_not(error: Exception) -> str:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else "no message"
-
-
-class Loop:
-    """Takes commands and gives turns. All of it on one thread; nothing that a command raises ends it."""
-
-    def __init__(self, trainer: Trainer, sampler: Sampler, send: Send) -> None:
-        self._trainer = trainer
-        self._sampler = sampler
-        self._send = send
-        self._turns = Turns()
-        self._commands: dict[int, Frame] = {}
-        """Those that the trainer has."""
-        self._samples: set[int] = set()
-        self._adapters: set[str] = set()
-        self._tokens_trained = 0
-        self._tokens_sampled = 0
-        self._stats_due_s = 0.0
-        self._has_news = True
-
-    def serve(self, inbox: queue.SimpleQueue[Frame]) -> None:
-        """For good: the reader ends the process."""
-        while True:
-            turn = self._turns.choose(can_train=self._trainer.has_work, can_decode=self._sampler.has_work)
-            if turn is not None:
-                began = perf_counter()
-                self._train() if turn is Turn.TRAIN else self._decode()
-                self._turns.charge(turn, perf_counter() - began)
-            self._report()
-            self._take(inbox, wait=not self._trainer.has_work and not self._sampler.has_work)
-
-    def _take(self, inbox: queue.SimpleQueue[Frame], wait: bool) -> None:
-        """Everything that has arrived; if there is nothing else to do, wait for it until statistics are due."""
-        try:
-            if wait:
-                due_s = max(self._stats_due_s - REAL.now(), 0.001) if self._has_news else None
-                self._accept(inbox.get(timeout=due_s))
-            while True:
-                self._accept(inbox.get_nowait())
-        except queue.Empty:
-            return
-
-    def _accept(self, frame: Frame) -> None:
-        number, op = frame.head.pop("n"), frame.head.get("op")
-        self._has_news = True
-        if op == "sample":
-            try:
-                self._sampler.add(number, read_sample(frame))
-                self._samples.add(number)
-            except Exception as error:
-                self._fail(number, "sample", error)
-        elif op == "cancel":
-            self._samples.discard(frame.head["number"])
-            self._sampler.cancel(frame.head["number"])
-        elif op == "ping":
-            self._send(Frame({"n": number, "ok": True, **self._stats()}))
-        else:
-            self._commands[number] = frame
-            self._trainer.add(number, frame)
-
-    def _train(self) -> None:
-        """A short command or two, or a part of a micro-batch."""
-        for number, reply in self._trainer.step():
-            command = self._commands.pop(number)
-            op = str(command.head.get("op"))
-            if isinstance(reply, Exception):
-                self._fail(number, op, reply)
-            else:
-                self._answer(number, op, reply)
-                self._count(command)
-
-    def _decode(self) -> None:
-        try:
-            events = self._sampler.step()
-        except Exception as error:
-            # Which of them it was cannot be told: all of them fail, and the sampler is empty again.
-            for number in self._samples:
-                self._sampler.cancel(number)
-                self._fail(number, "sample", error)
-            self._samples.clear()
-            if self._sampler.has_work:
-                raise  # it is not: only another process will help
-            return
-        for number, event in events:
-            if number in self._samples:
-                self._tell(number, event)
-
-    def _tell(self, number: int, event: SampleEvent | EngineFault) -> None:
-        if isinstance(event, Tokens):
-            self._send(Frame({"n": number, "event": True, **event_frame(event).head}))
-            return
-        self._samples.discard(number)
-        if isinstance(event, Sampled):
-            self._answer(number, "sample", event_frame(event))
-            self._tokens_sampled += sum(len(row.tokens) for row in event.sequences)
-        else:
-            self._fail(number, "sample", event)
-
-    def _answer(self, number: int, op: str, reply: Frame) -> None:
-        try:
-            self._send(Frame({"n": number, "ok": True, **reply.head}, reply.buffers))
-        except Exception as error:  # it cannot be written down
-            self._fail(number, op, error)
-
-    def _fail(self, number: int, op: str, error: Exception) -> None:
-        if isinstance(error, EngineFault):
-            text, category = str(error), error.category
-        else:
-            logger.error("%s failed.", op, exc_info=error)
-            text, category = _apology(op, error), "server"
-        self._send(Frame({"n": number, "ok": False, "error": text, "category": category}))
-
-    def _count(self, command: Frame) -> None:
-        match command.head["op"]:
-            case "create" | "restore":
-                self._adapters.add(command.head["adapter"])
-            case "drop":
-                self._adapters.discard(command.head["adapter"])
-            case "forward_backward":
-                rows = [memoryview(command.buffers[row["tokens"]]) for row in command.head["data"]]
-                self._tokens_trained += sum(row.nbytes for row in rows) // 4
-
-    def _report(self) -> None:
-        """Statistics, at most once a second, and none while nothing happens."""
-        if self._has_news and REAL.now() >= self._stats_due_s:
-            self._stats_due_s = REAL.now() + STATS_EVERY_S
-            self._has_news = bool(self._commands) or self._sampler.has_work
-            self._send(Frame({"n": 0, "news": "stats", **self._stats()}))
-
-    def _stats(self) -> dict[str, Any]:
-        return {
-            "rss_bytes": _rss_bytes(),
-            "commands_queued": len(self._commands),
-            "samples_running": len(self._samples),
-            "adapters": len(self._adapters),
-            "cache_bytes": self._sampler.cache_bytes,
-            "tokens_trained": self._tokens_trained,
-            "tokens_sampled": self._tokens_sampled,
-        }
-
-
-def _apology(op: str, error: Exception) -> str:
-    # torch has a class for a full GPU, and a plain RuntimeError for full memory.
-    if isinstance(error, MemoryError) or "memory" in str(error).lower():
-        return f"The engine ran out of memory in {op}. Send less at once, or serve with a smaller --max-batch-tokens."
-    return f"The engine failed in {op} ({type(error).__name__}). Nothing was changed; the server's log says more."
-
-
-def _rss_bytes() -> int:
-    try:
-        with open("/proc/self/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: the peak is all there is to know
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""AdamW on an adapter's flat buffers: decoupled weight decay, bias correction, clipping by the global norm.
+"""AdamW on adapters' flat buffers: decoupled weight decay, bias correction, clipping by the global norm.
+
+The steps of several adapters that wait at the same time, with the same settings, share torch's fused kernel: one pass
+over the numbers instead of one for every operation of the formula.
 
 A gradient is finite here: a backward pass that would make it otherwise fails and leaves no trace (see `train`).
 """
@@ -6,18 +9,22 @@ A gradient is finite here: a backward pass that would make it otherwise fails an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from tinkex.engine.adapters import Adapter
 from tinkex.engine.base import EngineFault
 
 SLICE = 2**22
-"""Numbers updated at a time, so that what the formula holds in between stays small beside the adapter."""
+"""Numbers updated at a time, so that the copy of what they were stays small beside the adapter."""
+
+Part = tuple[Adapter, slice, float, Tensor]
+"""Some numbers of an adapter, by how much its gradient is scaled, and room for two copies of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,29 +64,38 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
 }
 
 
-def step(adapter: Adapter, settings: AdamW) -> dict[str, float]:
-    """Apply and clear the gradient. Without one, nothing changes, and the metric `no_gradient:max` says so."""
+def step_all(adapters: Sequence[Adapter], settings: AdamW) -> Iterator[tuple[Adapter, dict[str, float]]]:
+    """Apply and clear the gradients of adapters of one device, in as few calls as may be; each is told of when it is
+    done. Without a gradient nothing changes, and the metric `no_gradient:max` says so."""
     if settings.learning_rate * settings.weight_decay > 1:
         raise EngineFault(
             f"learning_rate {settings.learning_rate} times weight_decay {settings.weight_decay} is above 1: the step "
             "would turn every weight's sign. Lower one of them."
         )
-    grad_norm, updated = norm(adapter.gradient_P), 0.0
-    if adapter.has_gradient:
-        if 0 < settings.grad_clip_norm < grad_norm:
-            adapter.gradient_P.mul_(settings.grad_clip_norm / grad_norm)
-        adapter.step += 1
-        updated = math.sqrt(math.fsum(_update(adapter, part, settings) ** 2 for part in _parts(adapter.weights_P)))
-    metrics = {
-        "grad_norm:max": grad_norm,
-        "update_norm:max": updated,
-        "weight_norm:max": norm(adapter.weights_P),
-        "step:max": float(adapter.step),
-        "learning_rate:max": settings.learning_rate,
-        "no_gradient:max": float(not adapter.has_gradient),
-    }
-    adapter.clear_gradient()
-    return metrics
+    for together in _handfuls(adapters):
+        norms = [norm(adapter.gradient_P) for adapter in together]
+        clipped = [min(1.0, settings.grad_clip_norm / one) if settings.grad_clip_norm and one else 1.0 for one in norms]
+        squares = [0.0] * len(together)
+        # Made first: once the first number has changed, nothing more is asked for.
+        longest = min(SLICE, max(len(adapter.weights_P) for adapter in together))
+        scratch = [torch.empty(2, longest, device=adapter.weights_P.device) for adapter in together]
+        graded = [place for place, adapter in enumerate(together) if adapter.has_gradient]
+        for part in _parts(together[0].weights_P) if graded else ():  # one part, where there are several adapters
+            moved = _update([(together[at], part, clipped[at], scratch[at]) for at in graded], settings)
+            for at, one in zip(graded, moved, strict=True):
+                squares[at] += one**2
+        for adapter, grad_norm, square in zip(together, norms, squares, strict=True):
+            adapter.step += adapter.has_gradient
+            metrics = {
+                "grad_norm:max": grad_norm,
+                "update_norm:max": math.sqrt(square),
+                "weight_norm:max": norm(adapter.weights_P),
+                "step:max": float(adapter.step),
+                "learning_rate:max": settings.learning_rate,
+                "no_gradient:max": float(not adapter.has_gradient),
+            }
+            adapter.clear_gradient()
+            yield adapter, metrics
 
 
 def norm(flat_P: Tensor) -> float:
@@ -91,16 +107,42 @@ def _parts(flat_P: Tensor) -> Iterator[slice]:
     return (slice(at, at + SLICE) for at in range(0, len(flat_P), SLICE))
 
 
-def _update(adapter: Adapter, part: slice, settings: AdamW) -> float:
-    """One slice's step, in the order of torch.optim.AdamW. Returns the norm of the change."""
-    weights, gradient = adapter.weights_P[part], adapter.gradient_P[part]
-    exp_avg, exp_avg_sq = adapter.exp_avg_P[part], adapter.exp_avg_sq_P[part]
-    before = weights.clone()
-    weights.mul_(1 - settings.learning_rate * settings.weight_decay)
-    exp_avg.lerp_(gradient, 1 - settings.beta1)
-    exp_avg_sq.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
-    correction1 = 1 - settings.beta1**adapter.step
-    correction2 = 1 - settings.beta2**adapter.step
-    denominator = (exp_avg_sq.sqrt() / math.sqrt(correction2)).add_(settings.eps)
-    weights.addcdiv_(exp_avg, denominator, value=-settings.learning_rate / correction1)
-    return float(torch.linalg.vector_norm(before.sub_(weights)))
+def _handfuls(adapters: Sequence[Adapter]) -> Iterator[list[Adapter]]:
+    """Several small ones, up to a slice's worth; a large one alone."""
+    handful: list[Adapter] = []
+    for adapter in adapters:
+        if handful and sum(len(one.weights_P) for one in (*handful, adapter)) > SLICE:
+            yield handful
+            handful = []
+        handful.append(adapter)
+    if handful:
+        yield handful
+
+
+def _update(parts: Sequence[Part], settings: AdamW) -> list[float]:
+    """The step itself, by torch's own kernel. Returns the norm of what changed, for each."""
+    weights, before, gradients = [], [], []
+    for adapter, part, clipped, scratch in parts:
+        weights.append(adapter.weights_P[part])
+        old, gradient = scratch[:, : len(weights[-1])]
+        before.append(old.copy_(weights[-1]))
+        gradients.append(torch.mul(adapter.gradient_P[part], clipped, out=gradient))
+    adamw(
+        weights,
+        gradients,
+        [adapter.exp_avg_P[part] for adapter, part, _, _ in parts],
+        [adapter.exp_avg_sq_P[part] for adapter, part, _, _ in parts],
+        [],
+        # It adds 1 to what it is given.
+        [torch.tensor(float(adapter.step), device=adapter.weights_P.device) for adapter, _, _, _ in parts],
+        fused=parts[0][0].weights_P.device.type in ("cpu", "cuda"),
+        foreach=False,
+        amsgrad=False,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )
+    return [float(torch.linalg.vector_norm(old.sub_(new))) for old, new in zip(before, weights, strict=True)]

@@ -11,7 +11,7 @@ The policy, in full:
 * On a tie training goes first: most training commands are short (`optim_step`, `create`), and somebody waits for them.
 
 A training turn is a layer of a micro-batch (of the general runner: a whole one), or what short commands are waiting.
-Within training, passes share micro-batches, in equal parts for the tenants (`train.share`); within decoding, the
+Within training, passes share micro-batches, in equal parts for the tenants (`passes.share`); within decoding, the
 sampler batches its rows.
 """
 

@@ -1,30 +1,28 @@
 """The trainer: takes the commands that make, train, keep and forget adapters, and runs them turn by turn.
 
 Commands of one adapter run in the order of their coming. Passes of different adapters on one base model share
-micro-batches: each party (the server says who) gets an equal share of a micro-batch's tokens, and what one leaves over
-the others take, so that a short pass is over with the next micro-batch however long the others are. Between
-micro-batches short commands run.
+micro-batches (`passes`), and optimizer steps of the same settings a kernel. Between micro-batches short commands run.
 
 A command either succeeds or leaves its adapter as it was: weights, moments and pending gradient, bit for bit.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from tinkex.engine import batch, checkpoint, losses, optimizer
 from tinkex.engine.adapters import Adapter
 from tinkex.engine.base import EngineFault, LoraSpec
 from tinkex.engine.frames import Frame
 from tinkex.engine.model import Model
-from tinkex.engine.runner import Item, Outcome, Runner
+from tinkex.engine.passes import Pass, share
+from tinkex.engine.runner import Item
 from tinkex.engine.runners import runner_for
 
 PASSES = ("forward", "forward_backward")
@@ -46,14 +44,16 @@ class Trainer:
         self._running: Generator[None, None, None] | None = None
         self._batch: list[Pass] = []
         """Those that have items in the micro-batch that is running."""
+        self._batch_s = 0.0
 
     @property
     def has_work(self) -> bool:
         return bool(self._queue or self._passes)
 
     @property
-    def waiting(self) -> int:
-        return len(self._queue) + len(self._passes)
+    def has_passes(self) -> bool:
+        """Whether a pass is under way or waits."""
+        return bool(self._passes) or any(command.head.get("op") in PASSES for _, command in self._queue)
 
     def add(self, number: int, command: Frame) -> None:
         self._queue.append((number, command))
@@ -66,10 +66,13 @@ class Trainer:
                 self._running = self._next_batch()  # however many short commands keep coming
             if replies or self._running is None:
                 return replies
+        began = perf_counter()
         try:
             next(self._running)
+            self._batch_s += perf_counter() - began
             return []
         except StopIteration:
+            self._batch_s += perf_counter() - began
             self._running = None
             return self._settle()
         except Exception as problem:
@@ -83,14 +86,20 @@ class Trainer:
         replies: list[Reply] = []
         busy = {one.name for one in self._passes}
         left: deque[tuple[int, Frame]] = deque()
+        steps: dict[str, Step] = {}
+        """Optimizer steps, together as far as nothing of the same adapters comes between."""
         while self._queue:
             number, command = self._queue.popleft()
             name = str(command.head.get("adapter"))
             if name in busy:
                 left.append((number, command))
                 continue
+            if name in steps:
+                replies += _steps(steps)
             try:
-                if command.head.get("op") in PASSES:
+                if command.head.get("op") == "optim_step":
+                    steps[name] = Step(number, self._find(name), optimizer.AdamW.read(command.head))
+                elif command.head.get("op") in PASSES:
                     self._passes.append(self._begin(number, command))
                     busy.add(name)
                 else:
@@ -98,7 +107,7 @@ class Trainer:
             except Exception as problem:
                 replies.append((number, problem))
         self._queue = left
-        return replies
+        return replies + _steps(steps)
 
     def _short(self, command: Frame) -> Frame:
         head = command.head
@@ -115,8 +124,6 @@ class Trainer:
                 return Frame({})
         adapter = self._find(name)
         match head.get("op"):
-            case "optim_step":
-                return Frame({"metrics": optimizer.step(adapter, optimizer.AdamW.read(head))})
             case "snapshot":
                 return Frame({"size_bytes": checkpoint.snapshot(adapter, Path(head["folder"]))})
             case "save":
@@ -156,7 +163,7 @@ class Trainer:
         chosen = [first] if first.is_alone else [one for one in self._passes if _goes_with(one, model)]
         runner = self._runners[model]
         items = share(chosen, self._token_budget, runner)
-        self._batch = [one for one in chosen if one.running]
+        self._batch, self._batch_s = [one for one in chosen if one.running], 0.0
         # Parties that had a turn go behind the others, and within a party its passes.
         served = {one.party for one in self._batch}
         self._passes.sort(key=lambda one: (one.party in served, one in self._batch))
@@ -165,7 +172,9 @@ class Trainer:
     def _settle(self) -> list[Reply]:
         """After a micro-batch: answer the passes that are over, well or badly."""
         replies: list[Reply] = []
+        tokens = sum(item.length for one in self._batch for item in one.running)
         for one in self._batch:
+            one.seconds += self._batch_s * sum(item.length for item in one.running) / tokens
             fault = next((item.outcome for item in one.running if isinstance(item.outcome, EngineFault)), None)
             one.running.clear()
             if fault is None and one.left:
@@ -202,106 +211,52 @@ class Trainer:
         return [(guilty.number, problem)]
 
 
-class Pass:
-    """A `forward` or `forward_backward` on its way."""
+class Step(NamedTuple):
+    """An `optim_step` that waits for others like it."""
 
-    def __init__(self, number: int, name: str, items: Sequence[Item], party: str = "") -> None:
-        self.number, self.name, self.items = number, name, items
-        self.adapter = items[0].adapter
-        self.needs_gradient = items[0].needs_gradient
-        self.party = party
-        """Whose it is: parties get equal shares, however many passes they have."""
-        self.is_alone = False
-        """Whether it shares no micro-batch: it was in one that failed."""
-        self.running: list[Item] = []
-        had_gradient = self.needs_gradient and self.adapter.has_gradient
-        self._before_P: Tensor | None = self.adapter.gradient_P.clone() if had_gradient else None
-        self.left = self._in_order()
+    number: int
+    adapter: Adapter
+    settings: optimizer.AdamW
 
-    def _in_order(self) -> deque[Item]:
-        """The longest first: those of similar length go together."""
-        return deque(sorted(self.items, key=lambda item: (-item.length, item.datum.index)))
 
-    def finish(self) -> Frame:
-        if self.needs_gradient and not math.isfinite(optimizer.norm(self.adapter.gradient_P)):
-            raise EngineFault(
-                "The gradient of this batch is beyond the range of float32 (inf or nan), so it was not added. Look "
-                "for very large weights or advantages, or logprobs far below the model's own."
-            )
-        self.adapter.has_gradient = self.adapter.has_gradient or self.needs_gradient
-        return _reply([item.outcome for item in self.items if isinstance(item.outcome, Outcome)])
+def _steps(waiting: dict[str, Step]) -> list[Reply]:
+    """Take steps, those of the same settings together. None is left waiting."""
+    alike: dict[tuple[optimizer.AdamW, torch.device], list[Step]] = {}
+    for one in waiting.values():
+        alike.setdefault((one.settings, one.adapter.model.device), []).append(one)
+    waiting.clear()
+    replies: list[Reply] = []
+    for (settings, _), together in alike.items():
+        left = {id(one.adapter): one.number for one in together}
+        problem = _step_all([one.adapter for one in together], settings, left, replies)
+        # Those that are not done are as they were: each has another try, alone.
+        for one in together if problem is not None else ():
+            if id(one.adapter) in left:
+                alone = _step_all([one.adapter], settings, left, replies)
+                replies += [(one.number, alone)] if alone is not None else []
+    return replies
 
-    def undo(self) -> None:
-        """Leave no trace of it in the gradient."""
-        if self._before_P is not None:
-            self.adapter.gradient_P.copy_(self._before_P)
-        elif self.needs_gradient:
-            self.adapter.gradient_P.zero_()
 
-    def begin_again(self) -> None:
-        self.is_alone = True
-        self.running.clear()
-        for item in self.items:
-            item.outcome = None
-        self.left = self._in_order()
+def _step_all(
+    adapters: Sequence[Adapter], settings: optimizer.AdamW, left: dict[int, int], replies: list[Reply]
+) -> Exception | None:
+    """Takes those that are done out of `left`; what stopped it, if anything did."""
+    try:
+        for adapter, metrics in optimizer.step_all(adapters, settings):
+            replies.append((left.pop(id(adapter)), Frame({"metrics": metrics})))
+        return None
+    except Exception as problem:
+        return problem
 
 
 def _goes_with(one: Pass, model: Model) -> bool:
     return one.adapter.model is model and not one.is_alone
 
 
-def share(passes: Sequence[Pass], token_budget: int, runner: Runner) -> list[Item]:
-    """The items of the next micro-batch; they move from `left` to `running`.
-
-    The pass that waits longest has at least one, however long: nobody starves. Then every party has an equal share of
-    the tokens, and what is left over goes to whoever comes first.
-    """
-    taken: list[Item] = []
-    total = longest = 0
-
-    def take(one: Pass, room: int) -> int:
-        """The next item of a pass, if it fits; how many tokens it has."""
-        nonlocal total, longest
-        length = one.left[0].length if one.left else 0
-        size = runner.size(len(taken) + 1, max(longest, length), total + length)
-        if not length or (taken and (length > room or size > token_budget)):
-            return 0
-        total, longest = total + length, max(longest, length)
-        one.running.append(one.left.popleft())
-        taken.append(one.running[-1])
-        return length
-
-    advance = take(passes[0], token_budget)
-    parties: dict[str, list[Pass]] = {}
-    for one in passes:
-        parties.setdefault(one.party, []).append(one)
-    for members in parties.values():
-        room = token_budget // len(parties) - (advance if passes[0] in members else 0)
-        waiting = deque(members)
-        while waiting:  # one item of each in turn
-            one = waiting.popleft()
-            if used := take(one, room):
-                room -= used
-                waiting.append(one)
-    for one in passes:
-        while take(one, token_budget):
-            pass
-    return taken
-
-
 def _is_out_of_memory(problem: BaseException) -> bool:
     if isinstance(problem, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem)
-
-
-def _reply(outcomes: Sequence[Outcome]) -> Frame:
-    rows: list[dict[str, Any]] = []
-    buffers: list[bytes] = []
-    for index, (logprobs, _) in enumerate(outcomes):
-        rows.append({"logprobs": {"dtype": "float32", "shape": list(logprobs.shape), "data": index}})
-        buffers.append(logprobs.numpy().tobytes())
-    return Frame({"metrics": losses.combine([outcome.metrics for outcome in outcomes]), "outputs": rows}, buffers)
 
 
 def _spec(head: Mapping[str, Any]) -> LoraSpec:

@@ -41,6 +41,9 @@ class Done:
     checkpoint: Checkpoint | None = None
     sampler: Sampler | None = None
     engine_s: float = 0.0
+    """How long the engine had it."""
+    own_s: float | None = None
+    """What of that it took alone; unknown for what is short."""
     metrics: dict[str, float] | None = None
     """What the journal keeps of the result for good."""
 
@@ -85,7 +88,8 @@ class Perform:
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=read_outputs(reply), metrics=metrics
         )
         content = proto_codec.encode_forward_backward_output(output)
-        return Done(content=content, content_type="proto", engine_s=engine_s, metrics=metrics)
+        own_s = reply.head.get("seconds")
+        return Done(content=content, content_type="proto", engine_s=engine_s, own_s=own_s, metrics=metrics)
 
     async def _save(self, lane: Lane, pending: Pending) -> Done:
         options, run = pending.options, lane.run

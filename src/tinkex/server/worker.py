@@ -341,7 +341,8 @@ class Worker:
                 await self._residency.drop(lane.run.id)
             elif pending.kind in REPLAYED:
                 lane.is_changed = True
-                lane.engine_s += done.engine_s
+                # Its own share: when it is repeated, what it shared a micro-batch with is not.
+                lane.engine_s += done.engine_s if done.own_s is None else done.own_s
                 if lane.engine_s > self._config.snapshot_every_s:
                     await self._residency.snapshot(lane, pending.seq_id)
         except (TinkexError, OSError) as problem:
