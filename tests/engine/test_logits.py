@@ -209,3 +209,22 @@ def test_a_row_without_a_filter_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -
     choose(logits_BV, [chooser(50), chooser(50, temperature=0.0), chooser(50, min_p=0.1, presence_penalty=1.0)])
     with pytest.raises(AssertionError, match="sorted"):
         choose(logits_BV[:1], [chooser(50, top_p=0.5)])
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_whatever_the_size_of_a_vocabulary_a_draw_is_the_first_column_beyond_its_number(size: int) -> None:
+    weights = torch.rand(3, size, generator=torch.Generator().manual_seed(size))
+    weights[:, ::3] = 0
+    weights[:, size // 2] = 1
+    uniforms = torch.linspace(0, 1, 201, dtype=torch.float64)[:-1].expand(3, -1)
+    sums = weights.double().cumsum(1)
+    drawn = torch.cat([invert(weights, column) for column in uniforms.split(1, 1)], 1)
+    assert bool((drawn != invert(weights, uniforms)).sum() <= 2)  # all at once: other sums, another border
+    assert bool((weights.gather(1, drawn) > 0).all())
+    # Where a number falls on the border of two columns, rounding may decide.
+    above, aims = sums.gather(1, drawn), uniforms * sums[:, -1:]
+    assert bool((above >= aims - 1e-9).all() and (above - weights.gather(1, drawn) <= aims + 1e-9).all())
+
+
+def test_a_temperature_that_float32_has_no_room_for_is_zero() -> None:
+    assert draws(torch.tensor([1.0, 3.0, 2.0]), 3, temperature=1e-50) == [1, 1, 1]

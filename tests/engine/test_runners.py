@@ -17,10 +17,10 @@ from tests.engine.oracle import Session, datum, randomise
 from tests.engine.test_model import CPU, saved
 from tests.engine.test_sample import answer, spec
 from tinkex.engine import runners
-from tinkex.engine.commands import read_outputs
+from tinkex.engine.commands import pass_frame, read_outputs
 from tinkex.engine.general import GeneralRunner
 from tinkex.engine.model import Model, load
-from tinkex.engine.packed import deltas, unembed
+from tinkex.engine.packed import bundles, deltas, unembed
 from tinkex.engine.packed.runner import PackedRunner
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -134,3 +134,45 @@ def test_layers_over_the_budget_are_computed_again_with_the_same_gradient(
     assert whole[0] < len(weights.layers) <= whole[1]
     monkeypatch.setattr(PackedRunner, "_whole_layers", lambda self, graded: whole[0])
     assert_alike(both(tiny, monkeypatch))
+
+
+@pytest.mark.parametrize("longest", [0, 256])
+@pytest.mark.parametrize("flags", [{}, {"train_attn": False}])
+@pytest.mark.parametrize("last", ["forward", "forward_backward"])
+def test_adapters_of_one_length_go_together_with_the_gradient_of_each_alone(
+    tiny: Model, longest: int, flags: dict[str, bool], last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bundles of two ranks, around one of another length; the last adapter with a gradient or without."""
+    monkeypatch.setattr(bundles, "LONGEST", longest)
+    made: list[int] = []
+    init = bundles.Bundle.__init__
+    monkeypatch.setattr(
+        bundles.Bundle,
+        "__init__",
+        lambda self, segments, keeps: (made.append(len(segments)), init(self, segments, keeps=keeps))[1],
+    )
+    session = Session(tiny)
+    ranks = {"a": 3, "b": 3, "c": 3, "d": 2, "e": 2, "f": 2, "g": 2}
+    adapters = {
+        name: randomise(session.create(name, rank=rank, seed=rank, **flags), seed)
+        for seed, (name, rank) in enumerate(ranks.items())
+    }
+    commands = []
+    for seed, name in enumerate(ranks):
+        length = 11 if name == "d" else 8
+        tokens = [(7 * at + 5 * seed) % 90 for at in range(length + 1)]
+        data = [datum(tokens[:-1], target_tokens=tokens[1:], weights=[0.5] * length)]
+        op = last if name == "g" else "forward_backward"
+        commands.append(pass_frame(op, name, data, "cross_entropy", None))
+    together = session.send_all(commands)
+    # a b c, e f g; where g has no gradient, e f backward
+    assert set(made) == (set() if not longest else {2, 3} if last == "forward" else {3})
+    gradients = {name: adapter.gradient_P.clone() for name, adapter in adapters.items()}
+    for command, reply, (name, adapter) in zip(commands, together, adapters.items(), strict=True):
+        adapter.clear_gradient()
+        alone = session.send(command)
+        for one, other in zip(read_outputs(reply), read_outputs(alone), strict=True):
+            torch.testing.assert_close(one["logprobs"].to_torch(), other["logprobs"].to_torch(), atol=1e-5, rtol=0)
+        wanted = adapter.gradient_P
+        assert float((gradients[name] - wanted).norm()) <= 1e-4 * float(wanted.norm())
+        assert bool(gradients[name].any()) == (name != "g" or last == "forward_backward")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tinkex.settings import ServeConfig
 
 GROUPS = {
-    "models and maths": ("base_models", "device", "dtype", "threads", "cache_dir"),
+    "models and maths": ("base_models", "device", "dtype", "decode_weights", "threads", "cache_dir"),
     "where it listens": ("host", "port", "public_url"),
     "who may use it": ("api_keys", "keys_file"),
     "what it keeps": ("data_dir", "database_url", "durability", "snapshot_every_s", "result_ttl_s", "quota_gb"),

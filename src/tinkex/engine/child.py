@@ -151,6 +151,7 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
         max_rows=start["max_rows"],
         max_cache_tokens=start["max_cache_tokens"],
         adapters_bytes=start["adapters_bytes"],
+        weights=start["decode_weights"],
     )
     send(Frame({"n": 0, "news": "ready", "threads": threads, "device": str(device)}))
     largest = max(sum(part.nbytes for part in one.module.parameters()) for one in models.values())

@@ -299,13 +299,15 @@ class DecodeBatch:
             if count == request.waiting:
                 self.starting.popleft()
             try:
-                events += self._start(request, count)
+                # Those behind it that fit beside it are next: room is made once for all.
+                behind = sum(other.waiting for other in self.starting if other is not request)
+                events += self._start(request, count, max(min(behind, free - count), 0))
             except Exception as error:  # as above
                 self.drop([request])
                 events.append((request.number, as_fault(error, request)))
         return events
 
-    def _start(self, request: Request, count: int) -> list[Event]:
+    def _start(self, request: Request, count: int, coming: int) -> list[Event]:
         rows = [Row(request, request.started + place, self.model) for place in range(count)]
         request.started += count
         events: list[Event] = []
@@ -322,7 +324,12 @@ class DecodeBatch:
             alive = [row for row in rows if row not in over]
             if alive:
                 is_shared = self._is_shared(request, prompt)
-                self._cache.join(prompt.cache, len(alive), is_copied=not is_shared)
+                try:
+                    self._cache.join(prompt.cache, len(alive), is_copied=not is_shared, coming=coming)
+                except Exception:  # there may be room for these, if not for those that come next
+                    if not coming:
+                        raise
+                    self._cache.join(prompt.cache, len(alive), is_copied=not is_shared)
                 for row in alive:
                     row.prefix = prompt if is_shared else None
                 self.rows += alive
@@ -357,18 +364,17 @@ class DecodeBatch:
 
     def _draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[Drawn | None]:
         """A token for every row, or None where the model gives no finite probabilities. The rows stay as they are."""
-        total_B = logits_BV.logsumexp(1)
-        is_finite_B = total_B.isfinite()
+        logprobs_BV = logits_BV.log_softmax(1)
+        is_finite_B = logprobs_BV.amax(1).isfinite()
         if not bool(is_finite_B.all()):
             logits_BV = torch.where(is_finite_B[:, None], logits_BV, 0.0)
         tokens = choose(logits_BV, [row.chooser for row in rows])
-        tokens_B1 = torch.tensor(tokens, device=logits_BV.device)[:, None]
-        logprobs = (logits_BV.gather(1, tokens_B1)[:, 0] - total_B).tolist()
+        logprobs = logprobs_BV.gather(1, torch.tensor(tokens, device=logits_BV.device)[:, None])[:, 0].tolist()
         topk: dict[int, list[tuple[int, float]]] = {}
         asking = [place for place, row in enumerate(rows) if row.topk is not None]
         if asking:
-            values_NK, tokens_NK = ranked(logits_BV[asking], max(rows[place].spec.topk_sample for place in asking))
-            found = pairs_of(tokens_NK, values_NK - total_B[asking, None])
+            values_NK, tokens_NK = ranked(logprobs_BV[asking], max(rows[place].spec.topk_sample for place in asking))
+            found = pairs_of(tokens_NK, values_NK)
             topk = {place: pairs[: rows[place].spec.topk_sample] for place, pairs in zip(asking, found, strict=True)}
         return [
             Drawn(token, logprob, topk.get(place)) if is_finite else None

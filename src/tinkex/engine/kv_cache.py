@@ -57,16 +57,16 @@ class RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformer
         self.end += count
         return self.keys[: self.rows, :, used], self.values[: self.rows, :, used]
 
-    def join(self, prompt: RowLayer, count: int, *, is_copied: bool = True) -> None:
-        """Add `count` rows that hold what the one row of `prompt` holds, or nothing."""
+    def join(self, prompt: RowLayer, count: int, *, is_copied: bool = True, coming: int = 0) -> None:
+        """Add `count` rows that hold what the one row of `prompt` holds, or nothing. So many more are `coming`."""
         taken = prompt.width if is_copied else 0
         if not self.is_initialized:
-            self._open(prompt.keys, prompt.values, count, _grown(taken))
+            self._open(prompt.keys, prompt.values, count + coming, _grown(taken))
             self.start = self.end = taken
         rows, width = self.rows + count, max(self.width, taken)
         if rows > self.keys.shape[0] or width > self.end:
             has_room = rows <= self.keys.shape[0]
-            self._lay_out(self.keys.shape[0] if has_room else rows + rows // 4, width, _grown(width))
+            self._lay_out(self.keys.shape[0] if has_room else rows + max(coming, rows // 4), width, _grown(width))
         start, first = self.end - width, self.end - taken
         for buffer, source in ((self.keys, prompt.keys), (self.values, prompt.values)):
             buffer[: self.rows, :, start : self.start] = 0
@@ -148,8 +148,10 @@ class RowCache(Cache):
             )
         return copy
 
-    def join(self, prompt: RowCache, count: int, *, is_copied: bool = True) -> None:
-        """Add `count` rows after the last one, with the prompt's keys and values or without. All of it or nothing."""
+    def join(self, prompt: RowCache, count: int, *, is_copied: bool = True, coming: int = 0) -> None:
+        """Add `count` rows after the last one, with the prompt's keys and values or without. All of it or nothing.
+
+        `coming`: rows that join next, for whom room is made too."""
         while len(self.layers) < len(prompt.layers):
             self.layers.append(RowLayer())
         rows, width = self.rows, self.width
@@ -157,7 +159,7 @@ class RowCache(Cache):
             for layer, source in zip(self.layers, prompt.layers, strict=True):
                 # A layer that borrows another's keys (as some models' do) never writes any.
                 if isinstance(layer, RowLayer) and isinstance(source, RowLayer) and source.is_initialized:
-                    layer.join(source, count, is_copied=is_copied)
+                    layer.join(source, count, is_copied=is_copied, coming=coming)
         except BaseException:
             for layer in self.row_layers:
                 layer.keep(range(rows), width)

@@ -51,6 +51,7 @@ class LocalEngine:
         max_rows: int = 64,
         max_cache_tokens: int = 131072,
         adapters_bytes: int = 1 << 30,
+        decode_weights: str = "float32",
         clock: Clock = REAL,
     ) -> None:
         self._start_frame = Frame(
@@ -64,6 +65,7 @@ class LocalEngine:
                 "max_rows": max_rows,
                 "max_cache_tokens": max_cache_tokens,
                 "adapters_bytes": adapters_bytes,
+                "decode_weights": decode_weights,
             }
         )
         self._clock = clock

@@ -13,9 +13,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tinkex.engine.base import SampleSpec
 
+COLDEST = 1e-6
+"""Temperatures below it are 0: float32 has no room between the best token and the others."""
+BLOCK = 256
+"""Columns that are summed as one when a token is drawn."""
 NARROW = (256, 4096)
 """So many of the best tokens are looked at first; a vocabulary is sorted only for rows whose nucleus is larger."""
 
@@ -59,7 +64,7 @@ def choose(logits_BV: Tensor, choosers: Sequence[Chooser]) -> list[int]:
     plain: list[int] = []
     filtered: list[int] = []
     for row, chooser in enumerate(choosers):
-        (greedy if chooser.spec.temperature == 0 else filtered if chooser.is_ranked else plain).append(row)
+        (greedy if chooser.spec.temperature < COLDEST else filtered if chooser.is_ranked else plain).append(row)
     tokens = [0] * len(choosers)
     for rows, draw in ((greedy, _greedy), (plain, _plain), (filtered, _filtered)):
         if rows:
@@ -100,12 +105,33 @@ def ranked(values_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def invert(weights_NV: Tensor, uniforms_NK: Tensor) -> Tensor:
-    """Columns drawn in proportion to `weights`, one for every uniform number: the inverse of the cumulative sum."""
-    sums_NV = weights_NV.cumsum(1, dtype=wide(weights_NV.device))
-    total_N1 = sums_NV[:, -1:]
-    # Rounding may carry u·total up to the total, where no column with any weight is left.
-    below_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))
-    return torch.searchsorted(sums_NV, torch.minimum(uniforms_NK.to(sums_NV.dtype) * total_N1, below_N1), right=True)
+    """Columns drawn in proportion to `weights`, one for every uniform number: the inverse of the cumulative sum.
+
+    The block of columns is found first, then the column in it: the sums of a whole vocabulary, one after another, take
+    longer than all else that a draw needs.
+    """
+    size = weights_NV.shape[1]
+    if uniforms_NK.shape[1] > 1:  # then a block for every number would be larger than the sums
+        sums_NV = weights_NV.cumsum(1, dtype=wide(weights_NV.device))
+        aims_NK = _below(uniforms_NK.to(sums_NV.dtype) * sums_NV[:, -1:], sums_NV[:, -1:])
+        return torch.searchsorted(sums_NV, aims_NK, right=True).clamp_(max=size - 1)
+    rest = -size % BLOCK
+    padded_NV = F.pad(weights_NV, (0, rest)) if rest else weights_NV
+    weights_NCV = padded_NV.reshape(len(weights_NV), -1, BLOCK)
+    sums_NC = weights_NCV.sum(2, dtype=wide(weights_NV.device)).cumsum(1)
+    aims_NK = _below(uniforms_NK.to(sums_NC.dtype) * sums_NC[:, -1:], sums_NC[:, -1:])
+    block_NK = torch.searchsorted(sums_NC, aims_NK, right=True).clamp_(max=sums_NC.shape[1] - 1)
+    before_NK = F.pad(sums_NC, (1, 0)).gather(1, block_NK)
+    chosen_NKV = weights_NCV.gather(1, block_NK[..., None].expand(-1, -1, BLOCK))
+    within_NKV = chosen_NKV.cumsum(2, dtype=sums_NC.dtype)
+    aims_NK1 = _below((aims_NK - before_NK)[..., None], within_NKV[..., -1:])
+    column_NK = torch.searchsorted(within_NKV, aims_NK1, right=True)[..., 0]
+    return (block_NK * BLOCK + column_NK).clamp_(max=size - 1)
+
+
+def _below(aims: Tensor, totals: Tensor) -> Tensor:
+    """Rounding may carry an aim up to the total, where no column with any weight is left."""
+    return torch.minimum(aims, torch.nextafter(totals, torch.zeros_like(totals)))
 
 
 def wide(device: torch.device) -> torch.dtype:

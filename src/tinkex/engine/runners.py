@@ -7,16 +7,20 @@ import logging
 
 import torch
 
-from tinkex.engine.decoder import Decoder, GeneralDecoder
+from tinkex.engine.decoder import Decoder, GeneralDecoder, Next
 from tinkex.engine.general import GeneralRunner
+from tinkex.engine.kv_cache import RowCache
 from tinkex.engine.model import Model
 from tinkex.engine.packed.decoder import PackedDecoder
+from tinkex.engine.packed.formats import Divergence, divergence
 from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.packed.weights import Weights, fuse, why_not
 from tinkex.engine.runner import Runner
 
 logger = logging.getLogger("tinkex.engine")
 
+PROBE = 48
+"""Tokens along which weights of fewer bits are compared."""
 TOLERANCE = 1e-3
 """Of the largest hidden state: float32 in another order differs by 1e-6 to 1e-4, a wrong formula by far more."""
 
@@ -27,9 +31,31 @@ def runner_for(model: Model, prefer: str = "auto") -> Runner:
     return GeneralRunner(model) if weights is None else PackedRunner(weights)
 
 
-def decoder_for(model: Model, prefer: str = "auto") -> Decoder:
+def decoder_for(model: Model, prefer: str = "auto", kind: str = "float32") -> Decoder:
+    """`kind`: of the weights that are sampled with (`packed.formats`)."""
     weights = None if prefer == "general" else packed_weights(model)
-    return GeneralDecoder(model) if weights is None else PackedDecoder(weights)
+    if weights is None:
+        if kind != "float32":
+            logger.warning("%s: sampled with its own weights; %s needs the packed runner", model.info.name, kind)
+        return GeneralDecoder(model)
+    decoder = PackedDecoder(weights, kind)
+    if kind != "float32":
+        first = getattr(model.module.config.get_text_config(), "bos_token_id", None) or 0
+        logger.warning("%s: sampled with %s weights: %s", model.info.name, kind, _off(weights, decoder, first))
+    return decoder
+
+
+def _off(weights: Weights, decoder: PackedDecoder, first: int) -> Divergence:
+    """How far a decoder's next tokens are from the model's own, along a text that it draws itself."""
+    tokens, rounded, cache = [first], [], RowCache()
+    drawn = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for at in range(PROBE):
+            hidden_1D = decoder.step(cache, [Next(tokens[-1], at, at, None)])
+            rounded.append(decoder.logits(hidden_1D, [None]))
+            tokens.append(int(torch.multinomial(rounded[-1][0].softmax(0), 1, generator=drawn)))
+        own_TD = PackedRunner(weights).hidden(torch.tensor(tokens[:-1]))
+        return divergence(decoder.logits(own_TD, [None] * PROBE), torch.cat(rounded))
 
 
 def packed_weights(model: Model) -> Weights | None:

@@ -52,11 +52,13 @@ class Sampler:
         max_cache_tokens: int = 131072,
         adapters_bytes: int = 1 << 30,
         runner: str = "auto",
+        weights: str = "float32",
     ) -> None:
         """`models` by every name. A batch has `max_rows` rows; all batches have `max_cache_tokens` tokens together, and
-        prompts that were read are kept within an eighth of that besides."""
+        prompts that were read are kept within an eighth of that besides. `weights`: what is sampled with, one of
+        `packed.formats.FORMATS`."""
         self._models = models
-        self._decoders = {model: decoder_for(model, runner) for model in dict.fromkeys(models.values())}
+        self._decoders = {model: decoder_for(model, runner, weights) for model in dict.fromkeys(models.values())}
         self._prompts = PromptCache(max_cache_tokens // 8)
         self._max_rows = max_rows
         self._max_cache_tokens = max_cache_tokens

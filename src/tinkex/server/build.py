@@ -112,6 +112,7 @@ def engine_for(config: ServeConfig, models: list[ModelInfo]) -> LocalEngine:
         token_budget=config.max_batch_tokens,
         max_rows=config.max_rows,
         max_cache_tokens=config.max_cache_tokens,
+        decode_weights=config.decode_weights,
     )
 
 

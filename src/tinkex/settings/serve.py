@@ -36,6 +36,7 @@ class ServeConfig:
     keys_file: Path | None = None
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    decode_weights: Literal["float32", "bfloat16", "int8"] = "float32"
     threads: int = 0
     durability: Literal["normal", "full"] = "normal"
     snapshot_every_s: float = 10.0
@@ -328,6 +329,11 @@ SERVE = (
     Setting(
         "dtype", _one_of("float32", "bfloat16", "float16"),
         "The base model's numbers: `float32`, `bfloat16` or `float16`. Adapters are always float32.", "DTYPE",
+    ),
+    Setting(
+        "decode_weights", _one_of("float32", "bfloat16", "int8"),
+        "The numbers that samples are drawn with on a CPU: fewer bits are faster and not exact; at the start the "
+        "service says by how much. Training and prompts keep the model's own.", "KIND",
     ),
     Setting("threads", _count(0, 1024), "Threads for the maths; 0: one per core.", "N"),
     Setting(

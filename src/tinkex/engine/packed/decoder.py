@@ -18,10 +18,10 @@ from torch import Tensor
 
 from tinkex.engine.decoder import Acting, Next, Reading, segments_of
 from tinkex.engine.kv_cache import RowCache, RowLayer, padding_mask
-from tinkex.engine.lora import Segment
-from tinkex.engine.packed import gemm
+from tinkex.engine.packed import formats, gemm
 from tinkex.engine.packed import layer as layers
 from tinkex.engine.packed.deltas import Deltas
+from tinkex.engine.packed.formats import Linear
 from tinkex.engine.packed.stacks import Stacks
 from tinkex.engine.packed.weights import Weights
 
@@ -33,10 +33,12 @@ class PackedDecoder:
 
     can_share = True
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, kind: str = "float32") -> None:
+        """`kind`: of the weights that rows step with, one of `formats.FORMATS`."""
         self._weights = weights
-        self._linears: list[gemm.Packed] = []
-        """Four of every layer, then the unembedding. Made when the first step needs them."""
+        self._kind = kind
+        self._linears: list[Linear] = []
+        """Four of every layer, then the unembedding, which is never rounded. Made when the first step needs them."""
         places = [group.places for layer in weights.layers for group in layer.groups]
         widths = [group.weight_OD.shape[1] for layer in weights.layers for group in layer.groups]
         self._stacks = Stacks(places, widths)
@@ -48,43 +50,47 @@ class PackedDecoder:
 
     def read(self, readings: Sequence[Reading]) -> list[Tensor]:
         weights = self._weights
+        order = _order(readings)
+        readings = [readings[number] for number in order]
         lengths = [len(reading.tokens) for reading in readings]
-        segments, at = [], 0
-        for reading, length in zip(readings, lengths, strict=True):
-            segments += [Segment(reading.weights, at, at + length)] if reading.weights is not None else []
-            at += length
-        deltas = Deltas(segments, at)
-        positions_N = torch.cat(
-            [torch.arange(one.at, one.at + length) for one, length in zip(readings, lengths, strict=True)]
-        )
+        deltas = Deltas(segments_of([one.weights for one in readings for _ in one.tokens]), sum(lengths))
+        looks = _looks(readings)
+        positions_N = torch.cat([torch.arange(one.at, one.at + len(one.tokens)) for one in readings])
         cos_N1W, sin_N1W = weights.angles(positions_N)
-        masks = [_causal(one.at, length) for one, length in zip(readings, lengths, strict=True)]
-        x_ND = self._embedded([token for reading in readings for token in reading.tokens])
+        x_ND = weights.embedded(torch.tensor([token for reading in readings for token in reading.tokens]))
+        linears: Sequence[Linear | None] = self._packed()
         for number, layer in enumerate(weights.layers):
+            is_exact = self._kind == "float32"
+            qkv, out, gate_up, down = linears[4 * number : 4 * number + 4] if is_exact else (None,) * 4
             normed_ND, _ = layers.norm(x_ND, layer.norm_in_D, weights.eps)
-            qkv_NO = deltas.forward(layer.qkv, normed_ND)
+            qkv_NO = deltas.forward(layer.qkv, normed_ND, qkv)
             layers.norm_heads(weights, layer, qkv_NO)
             layers.rotate(weights, qkv_NO, cos_N1W, sin_N1W)
-            pieces = []
-            for reading, part_TO, mask in zip(readings, torch.split(qkv_NO, lengths), masks, strict=True):
-                pieces.append(self._look_back(reading.cache, number, part_TO, mask))
-            middle_ND = deltas.forward(layer.out, torch.cat(pieces)).add_(x_ND)
+            gathered_NO = torch.cat([self._look_back(look, number, qkv_NO[look.tokens]) for look in looks])
+            middle_ND = deltas.forward(layer.out, gathered_NO, out).add_(x_ND)
             normed_ND, _ = layers.norm(middle_ND, layer.norm_mlp_D, weights.eps)
-            inner_NF = layers.activate(weights, deltas.forward(layer.gate_up, normed_ND))
-            x_ND = deltas.forward(layer.down, inner_NF).add_(middle_ND)
+            inner_NF = layers.activate(weights, deltas.forward(layer.gate_up, normed_ND, gate_up))
+            x_ND = deltas.forward(layer.down, inner_NF, down).add_(middle_ND)
         hidden_ND, _ = layers.norm(x_ND, weights.norm_D, weights.eps)
-        return list(torch.split(hidden_ND, lengths))
+        found = dict(zip(order, torch.split(hidden_ND, lengths), strict=True))
+        return [found[number] for number in range(len(order))]
 
-    def _look_back(self, cache: RowCache, number: int, qkv_TO: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of a prompt's new tokens to all of it."""
-        weights, (q_THW, k_TKW, v_TKW) = self._weights, self._heads(qkv_TO)
-        k_1KTW, v_1KTW = _layer(cache, number).update(k_TKW.transpose(0, 1)[None], v_TKW.transpose(0, 1)[None])
+    def _look_back(self, look: Look, number: int, qkv_NO: Tensor) -> Tensor:
+        """Attention of new tokens to their prompt; its keys and values go into its cache."""
+        weights, count = self._weights, len(look.caches)
         repeats = weights.heads // weights.key_heads
-        k_1HTW, v_1HTW = (part.repeat_interleave(repeats, 1) for part in (k_1KTW, v_1KTW))
-        q_1HTW = q_THW.transpose(0, 1)[None]
-        out_1HTW, _ = _attend(q_1HTW, k_1HTW, v_1HTW, 0.0, mask is None, attn_mask=mask, scale=weights.scale)
-        gathered_TO: Tensor = out_1HTW[0].transpose(0, 1).flatten(1)
-        return gathered_TO
+        q_BHTW, k_BKTW, v_BKTW = (
+            part.view(count, -1, part.shape[1], part.shape[2]).transpose(1, 2) for part in self._heads(qkv_NO)
+        )
+        for place, cache in enumerate(look.caches):
+            one = slice(place, place + 1)
+            seen = _layer(cache, number).update(k_BKTW[one], v_BKTW[one])
+            if not look.is_whole:
+                k_BKTW, v_BKTW = seen
+        k_BHTW, v_BHTW = (part.repeat_interleave(repeats, 1) for part in (k_BKTW, v_BKTW))
+        out_BHTW, _ = _attend(q_BHTW, k_BHTW, v_BHTW, 0.0, look.is_whole, attn_mask=look.mask_TT, scale=weights.scale)
+        gathered_NO: Tensor = out_BHTW.transpose(1, 2).reshape(-1, weights.heads * weights.head_width)
+        return gathered_NO
 
     # Rows
 
@@ -94,21 +100,23 @@ class PackedDecoder:
         self._stacks.arrange([row.weights for row in rows])
         cos_B1W, sin_B1W = weights.angles(torch.tensor([row.position for row in rows]))
         mask_BT = padding_mask([row.held + 1 for row in rows], cache.width + 1, torch.device("cpu"))
-        mask = None if mask_BT is None else torch.zeros(mask_BT.shape).masked_fill_(~mask_BT, -torch.inf)[:, None, None]
+        mask_N1T = None
+        if mask_BT is not None:
+            mask_N1T = torch.zeros(mask_BT.shape).masked_fill_(~mask_BT, -torch.inf)[:, None]
+            mask_N1T = mask_N1T.repeat_interleave(weights.key_heads, 0)
         shared = _shared(rows)
-        x_BD = self._embedded([row.token for row in rows])
-        width = (x_BD.shape[1],)
+        x_BD = weights.embedded(torch.tensor([row.token for row in rows]))
         for number, layer in enumerate(weights.layers):
-            normed_BD = torch.rms_norm(x_BD, width, layer.norm_in_D, weights.eps)
+            normed_BD, _ = layers.norm(x_BD, layer.norm_in_D, weights.eps)
             qkv_BO = self._linear(linears, 4 * number, normed_BD)
             layers.norm_heads(weights, layer, qkv_BO)
             layers.rotate(weights, qkv_BO, cos_B1W, sin_B1W)
-            gathered_BO = self._gather(cache, number, qkv_BO, mask, shared)
-            x_BD = self._linear(linears, 4 * number + 1, gathered_BO).add_(x_BD)
-            normed_BD = torch.rms_norm(x_BD, width, layer.norm_mlp_D, weights.eps)
+            gathered_BO = self._gather(cache, number, qkv_BO, mask_N1T, shared)
+            x_BD = self._linear(linears, 4 * number + 1, gathered_BO, x_BD)
+            normed_BD, _ = layers.norm(x_BD, layer.norm_mlp_D, weights.eps)
             inner_BF = layers.activate(weights, self._linear(linears, 4 * number + 2, normed_BD))
-            x_BD = self._linear(linears, 4 * number + 3, inner_BF).add_(x_BD)
-        return torch.rms_norm(x_BD, width, weights.norm_D, weights.eps)
+            x_BD = self._linear(linears, 4 * number + 3, inner_BF, x_BD)
+        return layers.norm(x_BD, weights.norm_D, weights.eps)[0]
 
     def logits(self, hidden_ND: Tensor, acting: Acting) -> Tensor:
         if hidden_ND.shape[0] <= gemm.PACKED_UP_TO:
@@ -124,41 +132,40 @@ class PackedDecoder:
                 logits_NV[start:stop].addmm_(low_NR, pair[1].t())
         return logits_NV
 
-    def _linear(self, linears: Sequence[gemm.Packed], number: int, x_BD: Tensor) -> Tensor:
-        y_BO = linears[number](x_BD)
+    def _linear(self, linears: Sequence[Linear], number: int, x_BD: Tensor, onto_BO: Tensor | None = None) -> Tensor:
+        y_BO = linears[number](x_BD, onto_BO)
         self._stacks.add(number, x_BD, y_BO)
         return y_BO
 
     def _gather(
-        self, cache: RowCache, number: int, qkv_BO: Tensor, mask: Tensor | None, shared: Sequence[Shared]
+        self, cache: RowCache, number: int, qkv_BO: Tensor, mask_N1T: Tensor | None, shared: Sequence[Shared]
     ) -> Tensor:
         """Attention of every row to its own tokens, and to the prompt that it shares."""
         weights, (q_BHW, k_BKW, v_BKW) = self._weights, self._heads(qkv_BO)
         k_BKTW, v_BKTW = _layer(cache, number).update(k_BKW[:, :, None], v_BKW[:, :, None])
-        q_BKGW = q_BHW.view(-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
-        if mask is not None:
-            mask = mask.expand(-1, -1, q_BKGW.shape[2], -1)
-        out_BKGW, total_BKG = _attend(q_BKGW, k_BKTW, v_BKTW, 0.0, False, attn_mask=mask, scale=weights.scale)
+        shape = (-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
+        q_BKGW = (q_BHW * weights.scale).view(shape)
+        q_NGW, k_NTW, v_NTW = (part.flatten(0, 1) for part in (q_BKGW, k_BKTW, v_BKTW))
+        k_NWT = k_NTW.transpose(1, 2)
+        scores_NGT = torch.bmm(q_NGW, k_NWT) if mask_N1T is None else torch.baddbmm(mask_N1T, q_NGW, k_NWT)
+        out_BKGW = torch.bmm(torch.softmax(scores_NGT, 2), v_NTW).view(shape)
+        if not shared:
+            return out_BKGW.flatten(1)
+        total_BKG = scores_NGT.logsumexp(2).view(shape[:3])
         for rows, prefix in shared:
             layer = _layer(prefix, number)
             k_1KTW, v_1KTW = layer.keys[:1, :, layer.start : layer.end], layer.values[:1, :, layer.start : layer.end]
             q_1KNW = q_BKGW[rows].transpose(0, 1).flatten(1, 2)[None]
-            more_1KNW, more_1KN = _attend(q_1KNW, k_1KTW, v_1KTW, 0.0, False, scale=weights.scale)
-            shape = (weights.key_heads, -1, q_BKGW.shape[2])
-            more_BKG = more_1KN[0].reshape(shape).transpose(0, 1)
-            more_BKGW = more_1KNW[0].reshape(*shape, weights.head_width).transpose(0, 1)
+            more_1KNW, more_1KN = _attend(q_1KNW, k_1KTW, v_1KTW, 0.0, False, scale=1.0)
+            apart = (weights.key_heads, -1, q_BKGW.shape[2])
+            more_BKG = more_1KN[0].reshape(apart).transpose(0, 1)
+            more_BKGW = more_1KNW[0].reshape(*apart, weights.head_width).transpose(0, 1)
             # Both were softmaxes of their own: the share of each is that of its sum.
             share_BKG1 = torch.sigmoid(more_BKG - total_BKG[rows])[..., None]
             out_BKGW[rows] = torch.lerp(out_BKGW[rows], more_BKGW, share_BKG1)
-        gathered_BO: Tensor = out_BKGW.flatten(1)
-        return gathered_BO
+        return out_BKGW.flatten(1)
 
     # Both
-
-    def _embedded(self, tokens: Sequence[int]) -> Tensor:
-        x_ND = self._weights.embedding_VD[torch.tensor(tokens)]
-        scale = self._weights.embedding_scale
-        return x_ND if scale == 1.0 else x_ND.mul_(scale)
 
     def _heads(self, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weights = self._weights
@@ -166,12 +173,53 @@ class PackedDecoder:
         parts_NHW = qkv_NO.view(-1, heads + 2 * keys, weights.head_width)
         return parts_NHW[:, :heads], parts_NHW[:, heads : heads + keys], parts_NHW[:, heads + keys :]
 
-    def _packed(self) -> list[gemm.Packed]:
+    def _packed(self) -> list[Linear]:
         if not self._linears:
-            for layer in self._weights.layers:
-                self._linears += [gemm.Packed(group.weight_OD, group.bias_O) for group in layer.groups]
-            self._linears.append(gemm.Packed(self._weights.head_VD))
+            groups = [group for layer in self._weights.layers for group in layer.groups]
+            linears = [formats.linear_for(self._kind, group.weight_OD, group.bias_O) for group in groups]
+            self._linears = [*linears, gemm.Packed(self._weights.head_VD)]
         return self._linears
+
+
+class Look(NamedTuple):
+    """New tokens of a prompt that has others before; or of several whole prompts of one length."""
+
+    tokens: slice
+    caches: list[RowCache]
+    mask_TT: Tensor | None
+    """None if the plain causal mask will do."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.mask_TT is None
+
+
+def _order(readings: Sequence[Reading]) -> list[int]:
+    """Prompts of one adapter stand side by side, and those of one length within."""
+    adapters = list(dict.fromkeys(id(reading.weights) for reading in readings))
+    places = {adapter: place for place, adapter in enumerate(adapters)}
+    kinds = [(places[id(one.weights)], one.at, len(one.tokens)) for one in readings]
+    return sorted(range(len(readings)), key=kinds.__getitem__)
+
+
+def _looks(readings: Sequence[Reading]) -> list[Look]:
+    found: list[Look] = []
+    at = 0
+    for reading in readings:
+        length = len(reading.tokens)
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.is_whole
+            and reading.at == 0
+            and last.tokens.stop - last.tokens.start == length * len(last.caches)
+        ):
+            last.caches.append(reading.cache)
+            found[-1] = last._replace(tokens=slice(last.tokens.start, at + length))
+        else:
+            found.append(Look(slice(at, at + length), [reading.cache], _causal(reading.at, length)))
+        at += length
+    return found
 
 
 class Shared(NamedTuple):

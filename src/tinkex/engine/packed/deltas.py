@@ -2,7 +2,7 @@
 
 One adapter alone on many tokens is merged into the weight of the layer at hand: its forward part is then free, and
 what flows back goes through the merged weight. Several adapters, or few tokens, take the low-rank way beside the base
-product; tokens are sorted by adapter.
+product; tokens are sorted by adapter. Short ones of one length go together (`bundles`).
 
 Per site: y += s·U·Bᵀ with U = x·Aᵀ; backward dU = s·dy·B, dA += dUᵀ·x, dB += s·dyᵀ·U, dx += dU·A.
 
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from tinkex.engine.lora import LoraWeights, Segment
 from tinkex.engine.packed import gemm
+from tinkex.engine.packed.bundles import bundles_of
+from tinkex.engine.packed.formats import Linear
 from tinkex.engine.packed.weights import Group
 
 MERGE_FROM = 384
@@ -42,17 +44,21 @@ class Deltas:
 
     def __init__(self, segments: Sequence[Segment], count: int, graded: int = 0) -> None:
         """`count`: tokens in all."""
-        self._segments = segments
-        self._graded = [segment for segment in segments if segment.stop <= graded]
+        self._bundles, self._segments = bundles_of(segments, keeps=graded == count)
+        self._graded_bundles, self._graded = self._bundles, self._segments
+        if graded < count:
+            self._graded_bundles, self._graded = bundles_of([one for one in segments if one.stop <= graded])
         self._alone: LoraWeights | None = None
         if len(segments) == 1 and segments[0].start == 0 and segments[0].stop == count >= MERGE_FROM:
             self._alone = segments[0].weights
 
-    def forward(self, group: Group, x_ND: Tensor) -> Tensor:
-        """The layer's output, adapters included."""
+    def forward(self, group: Group, x_ND: Tensor, packed: Linear | None = None) -> Tensor:
+        """The layer's output, adapters included. `packed`: its weight once more, where it is laid out for few rows."""
         if self._alone is not None:
             return gemm.linear(x_ND, self._merged(self._alone, group), group.bias_O)
-        y_NO = gemm.linear(x_ND, group.weight_OD, group.bias_O)
+        y_NO = gemm.linear(x_ND, group.weight_OD, group.bias_O) if packed is None else packed(x_ND)
+        for bundle in self._bundles:
+            bundle.forward(group, x_ND, y_NO)
         for weights, start, stop in self._segments:
             parts = parts_of(weights, group)
             if parts:
@@ -66,6 +72,8 @@ class Deltas:
             _gradients(self._alone, parts_of(self._alone, group), x_ND, dy_NO)
             return gemm.backward(dy_NO, self._merged(self._alone, group)) if needs_dx else x_ND[:0]
         dx_ND = gemm.backward(dy_NO, group.weight_OD) if needs_dx else x_ND[:0]
+        for bundle in self._graded_bundles:
+            bundle.backward(group, x_ND, dy_NO, dx_ND if needs_dx else None)
         for weights, start, stop in self._graded:
             parts = parts_of(weights, group)
             if parts:

@@ -31,14 +31,31 @@ def has_onednn() -> bool:
 def linear(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x·Wᵀ + b. The weight may be a transposed view."""
     if has_onednn() and x_ND.shape[0] > 0:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight_OD, bias_O, "none", [], "")
-        return found
+        return pointwise(x_ND, weight_OD, bias_O)
     return torch.nn.functional.linear(x_ND, weight_OD, bias_O)
 
 
 def backward(dy_NO: Tensor, weight_OD: Tensor) -> Tensor:
     """dy·W: what a layer hands back to its input."""
     return linear(dy_NO, weight_OD.t())
+
+
+@functools.cache
+def _op(overload: str) -> Any:
+    """Looked up when it is first needed: a torch without oneDNN, as on a Mac, has none."""
+    return getattr(torch.ops.mkldnn._linear_pointwise, overload)
+
+
+def laid_out(weight_OD: Tensor) -> Tensor:
+    """In oneDNN's own order, for a handful of rows."""
+    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OD.contiguous(), PACKED_ROWS)
+    return found
+
+
+def pointwise(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x·Wᵀ + b by oneDNN."""
+    found: Tensor = _op("default")(x_ND, weight_OD, bias_O, "none", [], "")
+    return found
 
 
 class Packed:
@@ -48,16 +65,22 @@ class Packed:
         self._plain_OD, self._bias_O = weight_OD, bias_O
         self._packed: Any = None
         if has_onednn():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OD.contiguous(), PACKED_ROWS)
+            self._packed = laid_out(weight_OD)
 
-    def __call__(self, x_ND: Tensor) -> Tensor:
+    def __call__(self, x_ND: Tensor, onto_NO: Tensor | None = None) -> Tensor:
+        """x·Wᵀ + b, and what it is to be added to."""
+        found: Tensor
         if self._packed is None:
-            return torch.nn.functional.linear(x_ND, self._plain_OD, self._bias_O)
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, self._packed, self._bias_O, "none", [], "")
+            found = torch.nn.functional.linear(x_ND, self._plain_OD, self._bias_O)
+            return found if onto_NO is None else found.add_(onto_NO)
+        if onto_NO is None:
+            return pointwise(x_ND, self._packed, self._bias_O)
+        found = _op("binary")(x_ND, onto_NO, self._packed, self._bias_O, "add")
         return found
 
 
 PACKED_ROWS = 8
-"""What the layout is made for. Other numbers of rows use it as it is: measured from 1 to 64."""
+"""What the layout is made for. Other numbers of rows use it as it is: measured from 1 to 512."""
 PACKED_UP_TO = 64
-"""Rows above which the plain weights are as fast."""
+"""Rows of the unembedding for which they are used: a prompt that is scored has more, and its adapter should not take
+the place of the stepping rows' in their stack."""

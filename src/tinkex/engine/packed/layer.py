@@ -8,6 +8,7 @@ Axes: N tokens, D model width, O out, F width of the MLP, H heads, W width of a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -96,8 +97,13 @@ def activate(weights: Weights, gate_up_NF: Tensor) -> Tensor:
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The root mean square norm over the last axis, and the factor by which it was scaled."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    rstd = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    rstd = torch.addcmul(_number(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
     return (x * rstd).mul_(weight), rstd
+
+
+@functools.cache
+def _number(value: float) -> Tensor:
+    return torch.tensor(value)
 
 
 def norm_backward(x: Tensor, rstd: Tensor, weight: Tensor, dy: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class PackedRunner:
 
     def hidden(self, tokens_T: Tensor) -> Tensor:
         """The base model's final hidden states of one sequence [T, D]."""
-        weights, x_TD = self.weights, self._embedded(tokens_T)
+        weights, x_TD = self.weights, self.weights.embedded(tokens_T)
         pack = Pack(Deltas((), len(tokens_T)), runs_of([len(tokens_T)]), *weights.angles(torch.arange(len(tokens_T))))
         for layer in weights.layers:
             x_TD, _ = layers.forward(weights, layer, pack, x_TD)
@@ -62,7 +62,7 @@ class PackedRunner:
         weights = self.weights
         graded = sum(item.length for item in items if item.needs_gradient)
         pack = _pack(weights, items, graded)
-        x_ND = self._embedded(torch.cat([item.datum.tokens_T for item in items]))
+        x_ND = weights.embedded(torch.cat([item.datum.tokens_T for item in items]))
         kept: list[Kept | Tensor] = []
         # What is kept are views of what all tokens have: that is what it costs.
         whole = self._whole_layers(x_ND.shape[0] if graded else 0)
@@ -81,10 +81,6 @@ class PackedRunner:
                 pack = _pack(weights, items, graded, graded)
             del x_ND, hidden_ND
             yield from self._backward(pack, kept, d_ND)
-
-    def _embedded(self, tokens_N: Tensor) -> Tensor:
-        x_ND = self.weights.embedding_VD[tokens_N]
-        return x_ND if self.weights.embedding_scale == 1.0 else x_ND.mul_(self.weights.embedding_scale)
 
     def _backward(self, pack: Pack, kept: list[Kept | Tensor], d_ND: Tensor) -> Generator[None, None, None]:
         weights = self.weights

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.lora import LoraWeights
+from tinkex.engine.packed.bundles import stacked_down, stacked_up
 
 FEW_RANKS = 256
 """All ranks together, filled up, up to which zeros do not matter."""
@@ -97,6 +98,8 @@ class Stacks:
         if not used:
             return None
         rank = max(one.spec.rank for one in of)
+        if all(one.spec.rank == rank and all(site in one.pairs for site in used) for one in of):
+            return Stacked(stacked_down(of, used).transpose(1, 2).contiguous(), stacked_up(of, used, sites))
         down_GSD = torch.zeros(len(of), len(used) * rank, width)
         up_GSO = torch.zeros(len(of), len(used) * rank, max(place.stop for place in sites.values()))
         for number, site in enumerate(used):

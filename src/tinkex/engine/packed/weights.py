@@ -64,6 +64,10 @@ class Weights:
         """Of the scores of attention."""
         return float(self.head_width**-0.5)
 
+    def embedded(self, tokens_N: Tensor) -> Tensor:
+        x_ND = self.embedding_VD[tokens_N]
+        return x_ND if self.embedding_scale == 1.0 else x_ND.mul_(self.embedding_scale)
+
     def angles(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [N, 1, W/2] of rotary positions: their second half repeats the first."""
         cos_1NW, sin_1NW = self.rotary(self.embedding_VD, positions_N[None])
