@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCAL := $(VENV)/.local
 
-.PHONY: help demo test test-full check format docs site bench conformance compatibility pins golden cookbook cookbook-runs clean
+.PHONY: help demo test test-full check format docs site bench conformance compatibility pins kernels golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,9 @@ pins: $(READY)  ## write pins.txt anew, with the newest releases (run the tests 
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --constraint constraints.txt --editable .[dev,local,postgres]
 	@{ echo "# What the tests passed with: the releases in .venv, for development and CI. Written by \`make pins\`."; \
 	   echo "--constraint constraints.txt"; $(BIN)/pip freeze --exclude-editable --exclude torch; } > pins.txt
+
+kernels:  ## build the kernels of decoding anew (needs gcc; what it makes is part of the package)
+	$(PYTHON) scripts/make_kernels.py
 
 golden: $(READY)  ## record the official clients' requests anew
 	$(BIN)/python tests/golden/record.py

@@ -48,14 +48,18 @@ class RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformer
         """Write the new columns of all rows and return what attention is to see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        count = key_states.shape[2]
-        if self.end + count > self.keys.shape[2]:
-            self._lay_out(self.keys.shape[0], self.width, _grown(self.width + count))
-        new, used = slice(self.end, self.end + count), slice(self.start, self.end + count)
+        at = self.reserve(key_states.shape[2])
+        new, used = slice(at, self.end), slice(self.start, self.end)
         self.keys[: self.rows, :, new] = key_states
         self.values[: self.rows, :, new] = value_states
-        self.end += count
         return self.keys[: self.rows, :, used], self.values[: self.rows, :, used]
+
+    def reserve(self, count: int) -> int:
+        """Columns for the next tokens of all rows, which the caller fills; where the first of them is."""
+        if self.end + count > self.keys.shape[2]:
+            self._lay_out(self.keys.shape[0], self.width, _grown(self.width + count))
+        self.end += count
+        return self.end - count
 
     def join(self, prompt: RowLayer, count: int, *, is_copied: bool = True, coming: int = 0) -> None:
         """Add `count` rows that hold what the one row of `prompt` holds, or nothing. So many more are `coming`."""

@@ -11,6 +11,7 @@ from tinkex.engine.decoder import Decoder, GeneralDecoder, Next
 from tinkex.engine.general import GeneralRunner
 from tinkex.engine.kv_cache import RowCache
 from tinkex.engine.model import Model
+from tinkex.engine.packed import kernels
 from tinkex.engine.packed.decoder import PackedDecoder
 from tinkex.engine.packed.formats import Divergence, divergence
 from tinkex.engine.packed.runner import PackedRunner
@@ -66,7 +67,9 @@ def packed_weights(model: Model) -> Weights | None:
             weights = fuse(model.module)
             worst = _distance(model, PackedRunner(weights))
             if worst <= TOLERANCE:
-                logger.info("%s: packed runner", model.info.name)
+                found = kernels.find()
+                by = "torch alone" if found is None else f"kernels for {found.variant}"
+                logger.info("%s: packed runner; samples by %s", model.info.name, by)
                 model.packed = weights
                 return weights
             reason = f"computed packed, its hidden states differ by {worst:.2g}"

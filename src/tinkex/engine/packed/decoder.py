@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.decoder import Acting, Next, Reading, segments_of
-from tinkex.engine.kv_cache import RowCache, RowLayer, padding_mask
+from tinkex.engine.kv_cache import RowCache, RowLayer
 from tinkex.engine.packed import formats, gemm
 from tinkex.engine.packed import layer as layers
 from tinkex.engine.packed.deltas import Deltas
 from tinkex.engine.packed.formats import Linear
 from tinkex.engine.packed.stacks import Stacks
+from tinkex.engine.packed.steps import steps_for
 from tinkex.engine.packed.weights import Weights
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -37,6 +38,7 @@ class PackedDecoder:
         """`kind`: of the weights that rows step with, one of `formats.FORMATS`."""
         self._weights = weights
         self._kind = kind
+        self._steps = steps_for(weights)
         self._linears: list[Linear] = []
         """Four of every layer, then the unembedding, which is never rounded. Made when the first step needs them."""
         places = [group.places for layer in weights.layers for group in layer.groups]
@@ -95,28 +97,19 @@ class PackedDecoder:
     # Rows
 
     def step(self, cache: RowCache, rows: Sequence[Next]) -> Tensor:
-        weights = self._weights
-        linears = self._packed()
+        weights, steps, linears = self._weights, self._steps, self._packed()
         self._stacks.arrange([row.weights for row in rows])
-        cos_B1W, sin_B1W = weights.angles(torch.tensor([row.position for row in rows]))
-        mask_BT = padding_mask([row.held + 1 for row in rows], cache.width + 1, torch.device("cpu"))
-        mask_N1T = None
-        if mask_BT is not None:
-            mask_N1T = torch.zeros(mask_BT.shape).masked_fill_(~mask_BT, -torch.inf)[:, None]
-            mask_N1T = mask_N1T.repeat_interleave(weights.key_heads, 0)
+        steps.begin(rows, cache.width + 1)
         shared = _shared(rows)
         x_BD = weights.embedded(torch.tensor([row.token for row in rows]))
         for number, layer in enumerate(weights.layers):
-            normed_BD, _ = layers.norm(x_BD, layer.norm_in_D, weights.eps)
-            qkv_BO = self._linear(linears, 4 * number, normed_BD)
+            qkv_BO = self._linear(linears, 4 * number, steps.norm(x_BD, layer.norm_in_D))
             layers.norm_heads(weights, layer, qkv_BO)
-            layers.rotate(weights, qkv_BO, cos_B1W, sin_B1W)
-            gathered_BO = self._gather(cache, number, qkv_BO, mask_N1T, shared)
+            gathered_BO = self._gather(cache, number, qkv_BO, shared)
             x_BD = self._linear(linears, 4 * number + 1, gathered_BO, x_BD)
-            normed_BD, _ = layers.norm(x_BD, layer.norm_mlp_D, weights.eps)
-            inner_BF = layers.activate(weights, self._linear(linears, 4 * number + 2, normed_BD))
-            x_BD = self._linear(linears, 4 * number + 3, inner_BF, x_BD)
-        return layers.norm(x_BD, weights.norm_D, weights.eps)[0]
+            gate_up_BF = self._linear(linears, 4 * number + 2, steps.norm(x_BD, layer.norm_mlp_D))
+            x_BD = self._linear(linears, 4 * number + 3, steps.activate(gate_up_BF), x_BD)
+        return steps.norm(x_BD, weights.norm_D)
 
     def logits(self, hidden_ND: Tensor, acting: Acting) -> Tensor:
         if hidden_ND.shape[0] <= gemm.PACKED_UP_TO:
@@ -137,27 +130,17 @@ class PackedDecoder:
         self._stacks.add(number, x_BD, y_BO)
         return y_BO
 
-    def _gather(
-        self, cache: RowCache, number: int, qkv_BO: Tensor, mask_N1T: Tensor | None, shared: Sequence[Shared]
-    ) -> Tensor:
+    def _gather(self, cache: RowCache, number: int, qkv_BO: Tensor, shared: Sequence[Shared]) -> Tensor:
         """Attention of every row to its own tokens, and to the prompt that it shares."""
-        weights, (q_BHW, k_BKW, v_BKW) = self._weights, self._heads(qkv_BO)
-        k_BKTW, v_BKTW = _layer(cache, number).update(k_BKW[:, :, None], v_BKW[:, :, None])
-        shape = (-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
-        q_BKGW = (q_BHW * weights.scale).view(shape)
-        q_NGW, k_NTW, v_NTW = (part.flatten(0, 1) for part in (q_BKGW, k_BKTW, v_BKTW))
-        k_NWT = k_NTW.transpose(1, 2)
-        scores_NGT = torch.bmm(q_NGW, k_NWT) if mask_N1T is None else torch.baddbmm(mask_N1T, q_NGW, k_NWT)
-        out_BKGW = torch.bmm(torch.softmax(scores_NGT, 2), v_NTW).view(shape)
-        if not shared:
-            return out_BKGW.flatten(1)
-        total_BKG = scores_NGT.logsumexp(2).view(shape[:3])
+        weights = self._weights
+        query_BKGW, out_BKGW, total_BKG = self._steps.attend(_layer(cache, number), qkv_BO, needs_total=bool(shared))
         for rows, prefix in shared:
+            assert total_BKG is not None
             layer = _layer(prefix, number)
             k_1KTW, v_1KTW = layer.keys[:1, :, layer.start : layer.end], layer.values[:1, :, layer.start : layer.end]
-            q_1KNW = q_BKGW[rows].transpose(0, 1).flatten(1, 2)[None]
-            more_1KNW, more_1KN = _attend(q_1KNW, k_1KTW, v_1KTW, 0.0, False, scale=1.0)
-            apart = (weights.key_heads, -1, q_BKGW.shape[2])
+            q_1KNW = query_BKGW[rows].transpose(0, 1).flatten(1, 2)[None]
+            more_1KNW, more_1KN = _attend(q_1KNW, k_1KTW, v_1KTW, 0.0, False, scale=weights.scale)
+            apart = (weights.key_heads, -1, query_BKGW.shape[2])
             more_BKG = more_1KN[0].reshape(apart).transpose(0, 1)
             more_BKGW = more_1KNW[0].reshape(*apart, weights.head_width).transpose(0, 1)
             # Both were softmaxes of their own: the share of each is that of its sum.

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkex.engine.packed import kernels
+
 
 @functools.cache
 def has_onednn() -> bool:
@@ -63,19 +65,25 @@ class Packed:
 
     def __init__(self, weight_OD: Tensor, bias_O: Tensor | None = None) -> None:
         self._plain_OD, self._bias_O = weight_OD, bias_O
-        self._packed: Any = None
-        if has_onednn():
-            self._packed = laid_out(weight_OD)
+        self._kernels = kernels.find()
+        self._laid_out: Any = None
+        if self._kernels is not None:
+            self._laid_out = self._kernels.in_panels(weight_OD)
+        elif has_onednn():
+            self._laid_out = laid_out(weight_OD)
 
     def __call__(self, x_ND: Tensor, onto_NO: Tensor | None = None) -> Tensor:
         """x·Wᵀ + b, and what it is to be added to."""
+        if self._kernels is not None:
+            out = self._plain_OD.shape[0]
+            return self._kernels.linear(x_ND.contiguous(), self._laid_out, out, self._bias_O, onto_NO)
         found: Tensor
-        if self._packed is None:
+        if self._laid_out is None:
             found = torch.nn.functional.linear(x_ND, self._plain_OD, self._bias_O)
             return found if onto_NO is None else found.add_(onto_NO)
         if onto_NO is None:
-            return pointwise(x_ND, self._packed, self._bias_O)
-        found = _op("binary")(x_ND, onto_NO, self._packed, self._bias_O, "add")
+            return pointwise(x_ND, self._laid_out, self._bias_O)
+        found = _op("binary")(x_ND, onto_NO, self._laid_out, self._bias_O, "add")
         return found
 
 

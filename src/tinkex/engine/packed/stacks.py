@@ -9,13 +9,16 @@ Axes: B rows, G adapters, M rows of the adapter that has most, R rank, S sites o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tinkex.engine.lora import LoraWeights
+from tinkex.engine.packed import kernels
 from tinkex.engine.packed.bundles import stacked_down, stacked_up
+from tinkex.engine.packed.kernels import Adapters
 
 FEW_RANKS = 256
 """All ranks together, filled up, up to which zeros do not matter."""
@@ -26,8 +29,12 @@ MOST_RANKS = 1024
 class Stacked(NamedTuple):
     """One group of sites: A side by side, and B in blocks on the diagonal. The zeros cost less than further calls."""
 
-    down_GDS: Tensor
+    down: Tensor
+    """[G, S, D] for the kernels, which go through it row by row, and [G, D, S] for torch."""
     up_GSO: Tensor
+    columns: Tensor
+    """Of every site that is used, its first column and the one behind its last."""
+    rank: int
 
 
 class Stacks:
@@ -36,11 +43,18 @@ class Stacks:
     def __init__(self, groups: Sequence[Mapping[str, slice]], widths: Sequence[int]) -> None:
         """For every group its sites, with their rows of its output, and the width of its input."""
         self._groups, self._widths = groups, widths
+        self._kernels = kernels.find()
+        self._rows: tuple[LoraWeights | None, ...] = ()
+        self._arranged = False
         self._of: tuple[LoraWeights, ...] = ()
         self._stacked: list[Stacked | None] = []
         self._rows_GM: Tensor | None = None
         """Which row stands where; None if rows stand as they are."""
         self._is_real_N: Tensor | None = None
+        self._order_N = self._starts_G = torch.zeros(0, dtype=torch.long)
+        """For the kernels: the rows of each adapter, and where each begins."""
+        self._low = torch.empty(0)
+        self._jobs: list[Adapters | None] = []
         self._shape = (0, 0)
         self._is_loop = False
         self._places: list[tuple[LoraWeights, Tensor]] = []
@@ -48,6 +62,9 @@ class Stacks:
 
     def arrange(self, weights: Sequence[LoraWeights | None]) -> None:
         """Get ready for rows with these weights."""
+        if self._arranged and _same(weights, self._rows):
+            return
+        self._rows, self._arranged = tuple(weights), False
         places: dict[int, list[int]] = {}
         acting: dict[int, LoraWeights] = {}
         for row, one in enumerate(weights):
@@ -55,17 +72,48 @@ class Stacks:
                 places.setdefault(id(one), []).append(row)
                 acting[id(one)] = one
         found = tuple(acting.values())
-        if len(found) != len(self._of) or any(one is not other for one, other in zip(found, self._of, strict=True)):
+        if not _same(found, self._of):
             self._of, self._stacked = (), []  # whatever happens now, no stack of others is left
             self._is_loop = is_wasteful([one.spec.rank for one in found])
             if not self._is_loop:
                 self._stacked = [self._stack(found, *given) for given in zip(self._groups, self._widths, strict=True)]
             self._of = found
         self._places = [(one, torch.tensor(places[id(one)])) for one in found] if self._is_loop else []
-        most = max((len(rows) for rows in places.values()), default=0)
-        self._shape = (len(found), most)
-        order = [row for rows in places.values() for row in (*rows, *[-1] * (most - len(rows)))]
-        if order == list(range(len(weights))):
+        if self._kernels is not None:
+            self._set_up(list(places.values()))
+        else:
+            self._line_up(list(places.values()), len(weights))
+        self._arranged = True
+
+    def _set_up(self, places: Sequence[Sequence[int]]) -> None:
+        """What the kernels are told of every group."""
+        self._order_N = torch.tensor([row for rows in places for row in rows])
+        self._starts_G = torch.tensor([0, *accumulate(len(rows) for rows in places)])
+        most = max((one.up_GSO.shape[1] for one in self._stacked if one is not None), default=0)
+        self._low = torch.empty(len(self._rows) * most)
+        self._jobs = [None if one is None else self._job(one) for one in self._stacked]
+
+    def _job(self, stacked: Stacked) -> Adapters:
+        return Adapters(
+            low=self._low.data_ptr(),
+            down=stacked.down.data_ptr(),
+            up=stacked.up_GSO.data_ptr(),
+            order=self._order_N.data_ptr(),
+            starts=self._starts_G.data_ptr(),
+            columns=stacked.columns.data_ptr(),
+            adapters=len(self._of),
+            sites=len(stacked.columns),
+            rank=stacked.rank,
+            width=stacked.down.shape[2],
+            out=stacked.up_GSO.shape[2],
+        )
+
+    def _line_up(self, places: Sequence[Sequence[int]], count: int) -> None:
+        """How torch takes the rows: by adapter, filled up to the one that has most."""
+        most = max((len(rows) for rows in places), default=0)
+        self._shape = (len(places), most)
+        order = [row for rows in places for row in (*rows, *[-1] * (most - len(rows)))]
+        if order == list(range(count)):
             self._rows_GM = self._is_real_N = None
         else:
             rows_N = torch.tensor(order)
@@ -81,35 +129,54 @@ class Stacks:
         stacked = self._stacked[group] if self._of else None
         if stacked is None:
             return
+        job = self._jobs[group] if self._kernels is not None else None
+        if self._kernels is not None and job is not None:
+            x_BD = x_BD.contiguous()
+            job.x, job.y = x_BD.data_ptr(), y_BO.data_ptr()
+            self._kernels.adapt(job)
+            return
         if self._rows_GM is None:  # rows stand by adapter already
             shape = self._shape
-            low_GMS = torch.bmm(x_BD.view(*shape, -1), stacked.down_GDS)
+            low_GMS = torch.bmm(x_BD.view(*shape, -1), stacked.down)
             y_BO.view(*shape, -1).baddbmm_(low_GMS, stacked.up_GSO)
             return
         assert self._is_real_N is not None
         x_ND = x_BD.index_select(0, self._rows_GM)
-        low_GMS = torch.bmm(x_ND.view(*self._shape, -1), stacked.down_GDS)
+        low_GMS = torch.bmm(x_ND.view(*self._shape, -1), stacked.down)
         delta_NO = torch.bmm(low_GMS, stacked.up_GSO).flatten(0, 1)
         y_BO.index_add_(0, self._rows_GM[self._is_real_N], delta_NO[self._is_real_N])
 
-    @staticmethod
-    def _stack(of: Sequence[LoraWeights], sites: Mapping[str, slice], width: int) -> Stacked | None:
+    def _stack(self, of: Sequence[LoraWeights], sites: Mapping[str, slice], width: int) -> Stacked | None:
         used = [site for site in sites if any(site in one.pairs for one in of)]
         if not used:
             return None
         rank = max(one.spec.rank for one in of)
         if all(one.spec.rank == rank and all(site in one.pairs for site in used) for one in of):
-            return Stacked(stacked_down(of, used).transpose(1, 2).contiguous(), stacked_up(of, used, sites))
-        down_GSD = torch.zeros(len(of), len(used) * rank, width)
-        up_GSO = torch.zeros(len(of), len(used) * rank, max(place.stop for place in sites.values()))
-        for number, site in enumerate(used):
-            for place, one in enumerate(of):
-                if site in one.pairs:
-                    a_RD, b_OR = one.pairs[site]
-                    rows = slice(number * rank, number * rank + a_RD.shape[0])
-                    down_GSD[place, rows] = a_RD.detach()
-                    up_GSO[place, rows, sites[site]] = b_OR.detach().t() * one.spec.scale
-        return Stacked(down_GSD.transpose(1, 2).contiguous(), up_GSO)
+            down_GSD, up_GSO = stacked_down(of, used), stacked_up(of, used, sites)
+        else:
+            down_GSD, up_GSO = _filled_up(of, used, sites, rank, width)
+        down = down_GSD if self._kernels is not None else down_GSD.transpose(1, 2).contiguous()
+        return Stacked(down, up_GSO, torch.tensor([(sites[site].start, sites[site].stop) for site in used]), rank)
+
+
+def _filled_up(
+    of: Sequence[LoraWeights], used: Sequence[str], sites: Mapping[str, slice], rank: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Adapters of different ranks, or on different sites."""
+    down_GSD = torch.zeros(len(of), len(used) * rank, width)
+    up_GSO = torch.zeros(len(of), len(used) * rank, max(place.stop for place in sites.values()))
+    for number, site in enumerate(used):
+        for place, one in enumerate(of):
+            if site in one.pairs:
+                a_RD, b_OR = one.pairs[site]
+                rows = slice(number * rank, number * rank + a_RD.shape[0])
+                down_GSD[place, rows] = a_RD.detach()
+                up_GSO[place, rows, sites[site]] = b_OR.detach().t() * one.spec.scale
+    return down_GSD, up_GSO
+
+
+def _same(some: Sequence[LoraWeights | None], others: Sequence[LoraWeights | None]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _add(sites: Mapping[str, slice], weights: LoraWeights, rows_N: Tensor, x_BD: Tensor, y_BO: Tensor) -> None:

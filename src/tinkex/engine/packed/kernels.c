@@ -1,0 +1,304 @@
+/*
+ * The parts of a decode step for which torch has no good call: products of a handful of rows with a large matrix, and
+ * the small work between them. Plain C, float32, no library; threads are those of the OpenMP that torch has loaded.
+ *
+ * `make kernels` builds it for x86-64 Linux, once for AVX2 and once for AVX-512, and what it builds is shipped: users
+ * need no compiler. Elsewhere torch does the same, slower. A row's numbers never depend on the rows beside it.
+ *
+ * LANES numbers in a register, WIDE registers of a panel's columns, TILE rows at a time: all sums stay in registers.
+ */
+
+#define JOIN(a, b, c) a##b##c
+#define NAMED(a, b, c) JOIN(a, b, c)
+#define NAME(function) NAMED(function, _, VARIANT)
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int ints __attribute__((vector_size(4 * LANES), aligned(4)));
+
+#define PANEL (WIDE * LANES)
+/* Weights are fetched this many steps before they are needed: the processor alone reads half as fast. */
+#define AHEAD 24
+/* Tokens whose scores are held at a time, and the widest head. */
+#define BLOCK 64
+#define WIDEST 512
+
+const int NAME(panel) = PANEL;
+const int NAME(lanes) = LANES;
+const int NAME(widest) = WIDEST;
+const char NAME(digest)[] = DIGEST; /* of this file */
+
+/* OpenMP, as GCC calls it. */
+static void (*in_parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*thread_number)(void);
+static int (*thread_count)(void);
+
+void NAME(use_threads)(void *parallel, void *number, void *count) {
+    in_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
+    thread_number = (int (*)(void))number;
+    thread_count = (int (*)(void))count;
+}
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float *from) { return *(const vec *)from; }
+INLINE void store(float *to, vec value) { *(vec *)to = value; }
+
+INLINE float sum(vec value) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += value[lane];
+    return total;
+}
+
+INLINE vec pick(ints where, vec one, vec other) { return (vec)((where & (ints)one) | (~where & (ints)other)); }
+
+/* e to the power of x, to 2 units in the last place; 0 far below, infinity far above, NaN for NaN. */
+INLINE vec exponential(vec x) {
+    const float magic = 12582912.0f; /* adding it leaves no room for a fraction */
+    vec shifted = x * 1.44269504088896341f + magic, whole = shifted - magic;
+    vec rest = x - whole * 0.693145751953125f - whole * 1.42860677e-6f;
+    vec power = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    power = power * rest + 8.3334519073e-3f;
+    power = power * rest + 4.1665795894e-2f;
+    power = power * rest + 1.6666665459e-1f;
+    power = power * rest + 5.0000001201e-1f;
+    power = power * rest * rest + rest + 1.0f;
+    ints two = ((ints)shifted - (ints)((vec){0} + magic) + 127) << 23;
+    vec found = power * (vec)two;
+    found = pick(x < -87.0f, (vec){0}, found);
+    found = pick(x > 88.0f, (vec){0} + __builtin_inff(), found);
+    return pick(x != x, x, found);
+}
+
+/* Products: y = x·Wᵀ + bias + onto. The weight stands in panels of PANEL columns, [panels][in][PANEL]. */
+
+struct product {
+    const float *x, *weight, *bias, *onto;
+    float *y;
+    long rows, out, in;
+};
+
+/* The sums of some columns of a row; the last panel may stand over the edge. */
+INLINE void finish(const struct product *job, vec found, long row, long column) {
+    const long at = row * job->out + column, left = job->out - column;
+    if (left >= LANES) {
+        if (job->bias) found += load(job->bias + column);
+        if (job->onto) found += load(job->onto + at);
+        store(job->y + at, found);
+        return;
+    }
+    float last[LANES];
+    store(last, found);
+    for (long lane = 0; lane < left; lane++) {
+        if (job->bias) last[lane] += job->bias[column + lane];
+        if (job->onto) last[lane] += job->onto[at + lane];
+        job->y[at + lane] = last[lane];
+    }
+}
+
+INLINE void tile(const struct product *job, const float *weight, long column, long first, const int rows) {
+    const long in = job->in;
+    const float *x = job->x + first * in;
+    vec sums[TILE][WIDE];
+    for (int row = 0; row < rows; row++)
+        for (int part = 0; part < WIDE; part++) sums[row][part] = (vec){0};
+    for (long k = 0; k < in; k++) {
+        vec columns[WIDE];
+        for (int part = 0; part < WIDE; part++) {
+            const float *at = weight + k * PANEL + part * LANES;
+            columns[part] = load(at);
+            __builtin_prefetch(at + AHEAD * PANEL);
+        }
+        for (int row = 0; row < rows; row++) {
+            const float factor = x[row * in + k];
+            for (int part = 0; part < WIDE; part++) sums[row][part] += factor * columns[part];
+        }
+    }
+    for (int row = 0; row < rows; row++)
+        for (int part = 0; part < WIDE; part++) finish(job, sums[row][part], first + row, column + part * LANES);
+}
+
+static void multiply(void *given) {
+    const struct product *job = given;
+    const long panels = (job->out + PANEL - 1) / PANEL, me = thread_number(), all = thread_count();
+    for (long panel = panels * me / all; panel < panels * (me + 1) / all; panel++) {
+        const float *weight = job->weight + panel * PANEL * job->in;
+        const long column = panel * PANEL;
+        long first = 0;
+        for (; first + TILE <= job->rows; first += TILE) tile(job, weight, column, first, TILE);
+        switch (job->rows - first) {
+#define REST(count) case count: if (count < TILE) tile(job, weight, column, first, count < TILE ? count : 1); break;
+            REST(1) REST(2) REST(3) REST(4) REST(5) REST(6) REST(7) REST(8) REST(9) REST(10) REST(11)
+        }
+    }
+}
+
+void NAME(linear)(const float *x, const float *weight, const float *bias, const float *onto, float *y, long rows,
+                  long out, long in, long threads) {
+    struct product job = {x, weight, bias, onto, y, rows, out, in};
+    in_parallel(multiply, &job, (unsigned)threads, 0);
+}
+
+/* The root mean square norm of every row. */
+void NAME(norm)(const float *x, const float *gain, float eps, float *y, long rows, long width) {
+    for (long row = 0; row < rows; row++, x += width, y += width) {
+        vec squares = {0};
+        long at = 0;
+        for (; at + LANES <= width; at += LANES) squares += load(x + at) * load(x + at);
+        float total = sum(squares);
+        for (; at < width; at++) total += x[at] * x[at];
+        const float scale = 1.0f / __builtin_sqrtf(total / (float)width + eps);
+        for (at = 0; at < width; at++) y[at] = x[at] * scale * gain[at];
+    }
+}
+
+/* silu(gate)·up, where both stand side by side [rows, 2·width]. A whole number of registers. */
+void NAME(gate)(const float *gate_up, float *y, long rows, long width) {
+    for (long row = 0; row < rows; row++, gate_up += 2 * width, y += width)
+        for (long at = 0; at < width; at += LANES) {
+            const vec gate = load(gate_up + at);
+            store(y + at, gate / (1.0f + exponential(-gate)) * load(gate_up + width + at));
+        }
+}
+
+/* One new token of every row: turned by its position, written into the cache, and what it gathers there. */
+
+struct attention {
+    float *qkv; /* [rows, heads + 2·key_heads, width], turned in place */
+    const float *cosine, *sine; /* [rows, width / 2] */
+    float *keys, *values; /* [rows, key_heads, columns, width] */
+    const long *held; /* tokens of each row in the cache, on the right, before this one */
+    float *gathered; /* [rows, heads, width] */
+    float *most, *total; /* [rows, heads]: the largest score, and the sum of e to the scores above it */
+    long rows, heads, key_heads, width, columns, column;
+    float scale;
+};
+
+INLINE void turn(float *head, const float *cosine, const float *sine, long half) {
+    for (long at = 0; at < half; at++) {
+        const float one = head[at], other = head[half + at];
+        head[at] = one * cosine[at] - other * sine[at];
+        head[half + at] = other * cosine[at] + one * sine[at];
+    }
+}
+
+/* Attention of one query to `count` keys. */
+INLINE void look(const struct attention *job, const float *query, const float *keys, const float *values, long count,
+                 float *gathered, float *most, float *total) {
+    const long width = job->width;
+    float found[WIDEST];
+    for (long at = 0; at < width; at++) found[at] = 0;
+    float largest = -__builtin_inff();
+    vec totals = {0};
+    for (long start = 0; start < count; start += BLOCK) {
+        const long size = count - start < BLOCK ? count - start : BLOCK;
+        float scores[BLOCK], before = largest;
+        for (long token = 0; token < size; token++) {
+            const float *key = keys + (start + token) * width;
+            vec products = {0};
+            for (long at = 0; at < width; at += LANES) products += load(query + at) * load(key + at);
+            scores[token] = sum(products) * job->scale;
+            largest = scores[token] > largest ? scores[token] : largest;
+        }
+        for (long token = size; token < BLOCK; token++) scores[token] = -__builtin_inff();
+        const vec faded = exponential((vec){0} + (before - largest));
+        totals *= faded;
+        for (long at = 0; at < width; at += LANES) store(found + at, load(found + at) * faded);
+        for (long token = 0; token < BLOCK; token += LANES) {
+            const vec share = exponential(load(scores + token) - largest);
+            store(scores + token, share);
+            totals += share;
+        }
+        for (long token = 0; token < size; token++) {
+            const float *value = values + (start + token) * width;
+            for (long at = 0; at < width; at += LANES)
+                store(found + at, load(found + at) + scores[token] * load(value + at));
+        }
+    }
+    *most = largest;
+    *total = sum(totals);
+    const vec share = (vec){0} + 1.0f / *total;
+    for (long at = 0; at < width; at += LANES) store(gathered + at, load(found + at) * share);
+}
+
+static void attend_some(void *given) {
+    const struct attention *job = given;
+    const long width = job->width, group = job->heads / job->key_heads, items = job->rows * job->key_heads;
+    const long me = thread_number(), all = thread_count();
+    for (long item = items * me / all; item < items * (me + 1) / all; item++) {
+        const long row = item / job->key_heads, head = item % job->key_heads;
+        const float *cosine = job->cosine + row * width / 2, *sine = job->sine + row * width / 2;
+        float *heads = job->qkv + row * (job->heads + 2 * job->key_heads) * width;
+        float *key = heads + (job->heads + head) * width, *value = key + job->key_heads * width;
+        float *keys = job->keys + item * job->columns * width, *values = job->values + item * job->columns * width;
+        turn(key, cosine, sine, width / 2);
+        for (long at = 0; at < width; at++) {
+            keys[job->column * width + at] = key[at];
+            values[job->column * width + at] = value[at];
+        }
+        const long first = (job->column - job->held[row]) * width;
+        for (long one = head * group; one < (head + 1) * group; one++) {
+            const long place = row * job->heads + one;
+            turn(heads + one * width, cosine, sine, width / 2);
+            look(job, heads + one * width, keys + first, values + first, job->held[row] + 1,
+                 job->gathered + place * width, job->most + place, job->total + place);
+        }
+    }
+}
+
+void NAME(attend)(const struct attention *job, long threads) {
+    in_parallel(attend_some, (void *)job, (unsigned)threads, 0);
+}
+
+/* Adapters: y += x·Aᵀ·Bᵀ, of every row by its own. A and B of the sites that share an input stand below each other. */
+
+struct adapters {
+    const float *x; /* [rows, in] */
+    float *y; /* [rows, out] */
+    float *low; /* [rows, ranks], for what is between */
+    const float *down; /* [adapters, ranks, in] */
+    const float *up; /* [adapters, ranks, out], scaled; a site's ranks act on its own columns alone */
+    const long *order, *starts; /* the rows of each adapter, one adapter after another, and where each begins */
+    const long *columns; /* of each site the first and the one behind the last */
+    long adapters, sites, rank, in, out;
+};
+
+static void reduce(void *given) {
+    const struct adapters *job = given;
+    const long ranks = job->sites * job->rank, items = job->adapters * ranks, in = job->in;
+    const long me = thread_number(), all = thread_count();
+    for (long item = items * me / all; item < items * (me + 1) / all; item++) {
+        const float *down = job->down + item * in;
+        for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
+            const float *x = job->x + job->order[place] * in;
+            vec products = {0};
+            long at = 0;
+            for (; at + LANES <= in; at += LANES) products += load(x + at) * load(down + at);
+            float total = sum(products);
+            for (; at < in; at++) total += x[at] * down[at];
+            job->low[job->order[place] * ranks + item % ranks] = total;
+        }
+    }
+}
+
+static void expand(void *given) {
+    const struct adapters *job = given;
+    const long ranks = job->sites * job->rank, items = job->adapters * ranks, out = job->out;
+    /* Every thread has columns of its own: rows are written by one alone. */
+    const long me = thread_number(), all = thread_count();
+    const long first = out * me / all, last = out * (me + 1) / all;
+    for (long item = 0; item < items; item++) {
+        const long *columns = job->columns + 2 * (item % ranks / job->rank);
+        const long start = columns[0] > first ? columns[0] : first, stop = columns[1] < last ? columns[1] : last;
+        const float *up = job->up + item * out;
+        for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
+            float *y = job->y + job->order[place] * out;
+            const float factor = job->low[job->order[place] * ranks + item % ranks];
+            for (long at = start; at < stop; at++) y[at] += factor * up[at];
+        }
+    }
+}
+
+void NAME(adapt)(const struct adapters *job, long threads) {
+    in_parallel(reduce, (void *)job, (unsigned)threads, 0);
+    in_parallel(expand, (void *)job, (unsigned)threads, 0);
+}

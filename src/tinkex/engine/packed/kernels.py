@@ -1,0 +1,141 @@
+"""The shipped kernels (`kernels.c`), where they can be used: x86-64 Linux with AVX2 or AVX-512.
+
+They run on the threads of the OpenMP that torch has loaded: a second pool would fight the first for the cores. Which
+variant runs is decided by the processor alone, so a restart gives the same bits.
+
+Axes: B rows, D in, O out, H query heads, K key heads, W width of a head, T columns of a cache, F width of the MLP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import platform
+import sys
+from ctypes import POINTER, byref, c_float, c_long, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+logger = logging.getLogger("tinkex.engine")
+
+LIBRARY = Path(__file__).parent / "kernels_x86_64_linux.lib"
+VARIANTS = ("avx512", "avx2")
+POINTERS = ("qkv", "cosine", "sine", "keys", "values", "held", "gathered", "most", "total")
+
+
+class Attention(ctypes.Structure):
+    """`struct attention` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in POINTERS),
+        *((name, c_long) for name in ("rows", "heads", "key_heads", "width", "columns", "column")),
+        ("scale", c_float),
+    )
+
+
+class Adapters(ctypes.Structure):
+    """`struct adapters` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "low", "down", "up", "order", "starts", "columns")),
+        *((name, c_long) for name in ("adapters", "sites", "rank", "width", "out")),
+    )
+
+
+class Kernels:
+    """One variant of the library. Tensors are float32 and contiguous: who calls sees to that."""
+
+    def __init__(self, library: ctypes.CDLL, openmp: ctypes.CDLL, variant: str) -> None:
+        self.variant = variant
+        self.panel, self.lanes, self._widest = (
+            ctypes.c_int.in_dll(library, f"{name}_{variant}").value for name in ("panel", "lanes", "widest")
+        )
+
+        def found(name: str, *kinds: Any) -> Any:
+            function = getattr(library, f"{name}_{variant}")
+            function.argtypes, function.restype = kinds, None
+            return function
+
+        threads = [ctypes.cast(getattr(openmp, name), c_void_p) for name in OPENMP]
+        found("use_threads", c_void_p, c_void_p, c_void_p)(*threads)
+        self._linear = found("linear", *[c_void_p] * 5, *[c_long] * 4)
+        self._norm = found("norm", c_void_p, c_void_p, c_float, c_void_p, c_long, c_long)
+        self._gate = found("gate", c_void_p, c_void_p, c_long, c_long)
+        self._attend = found("attend", POINTER(Attention), c_long)
+        self._adapt = found("adapt", POINTER(Adapters), c_long)
+
+    def in_panels(self, weight_OD: Tensor) -> Tensor:
+        """A weight as `linear` reads it [panels, D, panel]."""
+        out, width = weight_OD.shape
+        padded_OD = F.pad(weight_OD, (0, 0, 0, -out % self.panel))
+        return padded_OD.view(-1, self.panel, width).transpose(1, 2).contiguous()
+
+    def linear(
+        self, x_BD: Tensor, panels: Tensor, out: int, bias_O: Tensor | None = None, onto_BO: Tensor | None = None
+    ) -> Tensor:
+        """x·Wᵀ + b, and what it is to be added to."""
+        rows, width = x_BD.shape
+        y_BO = torch.empty(rows, out)
+        bias, onto = None if bias_O is None else bias_O.data_ptr(), None if onto_BO is None else onto_BO.data_ptr()
+        threads = torch.get_num_threads()
+        self._linear(x_BD.data_ptr(), panels.data_ptr(), bias, onto, y_BO.data_ptr(), rows, out, width, threads)
+        return y_BO
+
+    def norm(self, x_BD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        y_BD = torch.empty_like(x_BD)
+        self._norm(x_BD.data_ptr(), weight_D.data_ptr(), eps, y_BD.data_ptr(), *x_BD.shape)
+        return y_BD
+
+    def gate(self, gate_up_BF: Tensor) -> Tensor:
+        """silu(gate)·up."""
+        rows, width = gate_up_BF.shape[0], gate_up_BF.shape[1] // 2
+        y_BF = torch.empty(rows, width)
+        self._gate(gate_up_BF.data_ptr(), y_BF.data_ptr(), rows, width)
+        return y_BF
+
+    def takes_heads(self, width: int) -> bool:
+        return width % self.lanes == 0 and width <= self._widest
+
+    def takes_gates(self, width: int) -> bool:
+        return width % self.lanes == 0
+
+    def attend(self, job: Attention) -> None:
+        self._attend(byref(job), torch.get_num_threads())
+
+    def adapt(self, job: Adapters) -> None:
+        self._adapt(byref(job), torch.get_num_threads())
+
+
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+@functools.cache
+def find(variant: str = "auto") -> Kernels | None:
+    """The kernels for this machine, or None: then torch does their work."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    able = {"AVX512": VARIANTS, "AVX2": VARIANTS[1:]}.get(torch.backends.cpu.get_cpu_capability(), ())
+    chosen = [name for name in able if variant in ("auto", name)]
+    if not chosen:
+        return None
+    try:
+        openmp = ctypes.CDLL(_openmp())
+        return Kernels(ctypes.CDLL(str(LIBRARY)), openmp, chosen[0])
+    except (OSError, AttributeError, ValueError) as problem:
+        logger.warning("The shipped kernels cannot be used (%s): sampling is slower without them.", problem)
+        return None
+
+
+def _openmp() -> str:
+    """The library that torch's threads come from."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "omp" in line.rsplit("/", 1)[-1]}
+    found = sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5")))
+    if not found:
+        raise OSError("torch has loaded no OpenMP that is known")
+    return found[0]

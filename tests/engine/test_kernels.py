@@ -1,0 +1,208 @@
+"""The shipped kernels: right numbers on both variants, rows that do not know of each other, and a way without them.
+
+Tolerances are for float32: a sum of a few hundred terms of about 1 is off by some 1e-6 of their norm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.oracle import Session, randomise
+from tests.engine.test_model import CPU, saved
+from tests.engine.test_runners import PACKED
+from tests.engine.test_sample import answer, finish, sampled, sampler, spec
+from tinkex.engine.decoder import Next
+from tinkex.engine.kv_cache import RowLayer
+from tinkex.engine.model import Model, load
+from tinkex.engine.packed import gemm, kernels, stacks
+from tinkex.engine.packed.kernels import Kernels
+from tinkex.engine.packed.steps import Gathered, KernelSteps, Steps, TorchSteps, steps_for
+from tinkex.engine.packed.weights import Weights, fuse
+from tinkex.engine.runners import packed_weights
+
+FOUND = [found for found in map(kernels.find, kernels.VARIANTS) if found is not None]
+pytestmark = pytest.mark.skipif(not FOUND, reason="the kernels are for x86-64 Linux with AVX2")
+each_variant = pytest.mark.parametrize("found", FOUND, ids=lambda found: found.variant)
+
+
+def test_the_library_was_built_from_the_source_beside_it() -> None:
+    source = kernels.LIBRARY.with_name("kernels.c").read_bytes()
+    library = ctypes.CDLL(str(kernels.LIBRARY))
+    for variant in kernels.VARIANTS:
+        digest = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, f"digest_{variant}")))
+        assert digest.decode() == hashlib.sha256(source).hexdigest(), "run `make kernels`"
+
+
+@each_variant
+@pytest.mark.parametrize(("out", "width"), [(96, 64), (37, 50), (33, 1), (1, 33), (64, 300)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 30])
+def test_a_product_is_that_of_float64(found: Kernels, out: int, width: int, rows: int) -> None:
+    torch.manual_seed(rows)
+    x, weight, bias, onto = torch.randn(rows, width), torch.randn(out, width), torch.randn(out), torch.randn(rows, out)
+    panels = found.in_panels(weight)
+    plain = x.double() @ weight.double().t()
+    close = {"atol": 1e-6 * width**0.5 * 4, "rtol": 1e-6}
+    torch.testing.assert_close(found.linear(x, panels, out).double(), plain, **close)
+    torch.testing.assert_close(found.linear(x, panels, out, bias, onto).double(), plain + bias + onto, **close)
+
+
+@each_variant
+def test_a_row_has_the_same_bits_alone_and_among_others(found: Kernels) -> None:
+    torch.manual_seed(0)
+    x, panels = torch.randn(29, 70), found.in_panels(torch.randn(50, 70))
+    together = found.linear(x, panels, 50)
+    for row in range(29):
+        assert torch.equal(found.linear(x[row : row + 1], panels, 50)[0], together[row])
+
+
+@each_variant
+def test_a_row_that_is_not_finite_spoils_no_other(found: Kernels) -> None:
+    torch.manual_seed(0)
+    x, panels = torch.randn(4, 64), found.in_panels(torch.randn(64, 64))
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    for y in (found.linear(x, panels, 64), found.norm(x, torch.ones(64), 1e-6), found.gate(torch.cat([x, x], 1))):
+        assert y[[0, 3]].isfinite().all() and not y[1].isfinite().all() and not y[2].isfinite().all()
+
+
+@each_variant
+@pytest.mark.parametrize("width", [1, 16, 50, 577])
+def test_a_norm_is_that_of_torch(found: Kernels, width: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, width), torch.randn(width)
+    wanted = torch.rms_norm(x.double(), (width,), weight.double(), 1e-5)
+    torch.testing.assert_close(found.norm(x, weight, 1e-5).double(), wanted, atol=2e-6, rtol=2e-6)
+
+
+@each_variant
+def test_a_gate_is_right_from_the_smallest_to_the_largest_number(found: Kernels) -> None:
+    gate = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([0.0, 1e-30, -1e-30, 1e30, -1e30])])
+    gate = torch.nn.functional.pad(gate, (0, -len(gate) % 16))[None]
+    up = torch.linspace(-3, 3, gate.shape[1])[None]
+    wanted = torch.nn.functional.silu(gate.double()) * up
+    # Where e^-gate is near the end of float32 its last bits go; there the product is below 1e-35.
+    torch.testing.assert_close(found.gate(torch.cat([gate, up], 1)).double(), wanted, atol=1e-34, rtol=1e-6)
+
+
+def gathered(steps: Steps, qkv: Tensor, layer: RowLayer, held: list[int], needs_total: bool = True) -> Gathered:
+    steps.begin([Next(0, 3 * own + 1, own, None) for own in held], layer.width + 1 if layer.is_initialized else 1)
+    return steps.attend(layer, qkv.clone(), needs_total=needs_total)
+
+
+@each_variant
+@pytest.mark.parametrize("held", [[0], [1, 5, 2], [63, 64, 65], [200, 0, 127, 128], [130] * 3])
+@pytest.mark.parametrize(("heads", "keys", "width"), [(4, 2, 16), (9, 3, 64), (2, 2, 128), (8, 1, 32)])
+def test_attention_is_that_of_torch(found: Kernels, held: list[int], heads: int, keys: int, width: int) -> None:
+    torch.manual_seed(0)
+    weights = _attention_only(heads, keys, width)
+    past = torch.randn(2, len(held), keys, max(held), width)
+    qkv = torch.randn(len(held), (heads + 2 * keys) * width)
+    results, caches = [], []
+    for steps in (KernelSteps(weights, found), TorchSteps(weights)):
+        layer = RowLayer()
+        if max(held):
+            layer.update(past[0].clone(), past[1].clone())
+        results.append(gathered(steps, qkv, layer, held))
+        caches.append((layer.keys[:, :, : layer.end].clone(), layer.values[:, :, : layer.end].clone(), layer.width))
+    for ours, theirs in zip(results[0], results[1], strict=True):
+        assert ours is not None and theirs is not None
+        torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=3e-6)
+    assert caches[0][2] == caches[1][2] == max(held) + 1
+    torch.testing.assert_close(caches[0][:2], caches[1][:2], atol=1e-6, rtol=1e-6)
+
+
+def _attention_only(heads: int, keys: int, width: int) -> Weights:
+    """The weights of a model, of which attention needs the shape alone."""
+    import transformers
+
+    sizes = {"hidden_size": 72, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 40}
+    config = transformers.LlamaConfig(num_attention_heads=heads, num_key_value_heads=keys, head_dim=width, **sizes)
+    return fuse(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "find", lambda variant="auto": None)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@each_variant
+def test_every_family_samples_the_same_with_kernels_and_without(
+    kind: str, found: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(saved(tmp_path / "model", kind, **{**PACKED[kind], "head_dim": 16}), CPU, torch.float32)
+    places = []
+    for number, (rank, flags) in enumerate([(3, {}), (5, {"train_attn": False}), (5, {})]):
+        session = Session(model)
+        randomise(session.create(rank=rank, **flags), seed=number)
+        places.append(str(tmp_path / f"adapter{number}"))
+        session.run("save", folder=places[-1], with_optimizer=False)
+    options: dict[str, Any] = {"base": model.info.name, "max_tokens": 9, "seed": 4}
+    long = [(7 * at) % 90 for at in range(70)]  # long enough to be shared
+    asked = {1: spec([3, 5, 7], **options), 2: spec(long, num_samples=3, **options)}
+    for number, place in enumerate(places):
+        asked[3 + number] = spec([3, 5, 7, number], weights=place, **options)
+        asked[6 + number] = spec([5, 7, number], weights=place, **options)
+    monkeypatch.setattr(kernels, "find", lambda variant="auto": found)
+    weights = packed_weights(model)
+    assert weights is not None and isinstance(steps_for(weights), KernelSteps)
+    with_kernels = finish(sampler(model), asked)
+    without(monkeypatch)
+    assert isinstance(steps_for(weights), TorchSteps)
+    plain = finish(sampler(model), asked)
+    for number in asked:
+        for one, other in zip(sampled(with_kernels, number).sequences, sampled(plain, number).sequences, strict=True):
+            assert one.tokens == other.tokens
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_a_step_runs_every_kernel(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products, norms, gates, attention and adapters: each is on the path."""
+    found = kernels.find()
+    assert found is not None
+    used: set[str] = set()
+
+    def noting(name: str, own: Any) -> Any:
+        def noted(*given: Any) -> None:
+            used.add(name)
+            own(*given)
+
+        return noted
+
+    for name in ("_linear", "_norm", "_gate", "_attend", "_adapt"):
+        monkeypatch.setattr(found, name, noting(name, getattr(found, name)))
+    session = Session(tiny)
+    session.create(rank=2)
+    session.run("save", folder=str(tmp_path / "saved"), with_optimizer=False)
+    answer(tiny, spec([1, 2, 3], max_tokens=3, weights=str(tmp_path / "saved")))
+    assert used == {"_linear", "_norm", "_gate", "_attend", "_adapt"}
+
+
+def test_without_its_library_everything_runs_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "gone.lib")
+    with caplog.at_level(logging.WARNING, "tinkex.engine"):
+        assert kernels.find.__wrapped__() is None
+    assert "cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize("system", [("darwin", "x86_64"), ("linux", "aarch64")])
+def test_on_another_machine_nothing_is_loaded(system: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.sys, "platform", system[0])
+    monkeypatch.setattr(kernels.platform, "machine", lambda: system[1])
+    assert kernels.find.__wrapped__() is None
+
+
+def test_layouts_are_made_for_what_will_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(40, 24), torch.randn(3, 24)
+    ours = gemm.Packed(weight)(x)
+    without(monkeypatch)
+    torch.testing.assert_close(ours, gemm.Packed(weight)(x), atol=1e-5, rtol=1e-5)
+    assert stacks.Stacks([], [])._kernels is None
