@@ -175,13 +175,13 @@ def test_a_step_runs_every_kernel(tiny: Model, tmp_path: Path, monkeypatch: pyte
 
         return noted
 
-    for name in ("_linear", "_norm", "_gate", "_attend", "_adapt"):
+    for name in ("_linear", "_norm", "_gate", "_attend"):
         monkeypatch.setattr(found, name, noting(name, getattr(found, name)))
     session = Session(tiny)
     session.create(rank=2)
     session.run("save", folder=str(tmp_path / "saved"), with_optimizer=False)
     answer(tiny, spec([1, 2, 3], max_tokens=3, weights=str(tmp_path / "saved")))
-    assert used == {"_linear", "_norm", "_gate", "_attend", "_adapt"}
+    assert used == {"_linear", "_norm", "_gate", "_attend"}
 
 
 def test_without_its_library_everything_runs_and_the_log_says_so(

@@ -126,7 +126,10 @@ class PackedDecoder:
         return logits_NV
 
     def _linear(self, linears: Sequence[Linear], number: int, x_BD: Tensor, onto_BO: Tensor | None = None) -> Tensor:
-        y_BO = linears[number](x_BD, onto_BO)
+        linear, adapters = linears[number], self._stacks.job(number)
+        if adapters is not None and isinstance(linear, gemm.Packed):
+            return linear(x_BD, onto_BO, adapters)
+        y_BO = linear(x_BD, onto_BO)
         self._stacks.add(number, x_BD, y_BO)
         return y_BO
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.packed import kernels
+from tinkex.engine.packed.kernels import Adapters
 
 
 @functools.cache
@@ -72,11 +73,12 @@ class Packed:
         elif has_onednn():
             self._laid_out = laid_out(weight_OD)
 
-    def __call__(self, x_ND: Tensor, onto_NO: Tensor | None = None) -> Tensor:
-        """x·Wᵀ + b, and what it is to be added to."""
+    def __call__(self, x_ND: Tensor, onto_NO: Tensor | None = None, adapters: Adapters | None = None) -> Tensor:
+        """x·Wᵀ + b, what it is to be added to, and the adapters' part where kernels do it."""
         if self._kernels is not None:
             out = self._plain_OD.shape[0]
-            return self._kernels.linear(x_ND.contiguous(), self._laid_out, out, self._bias_O, onto_NO)
+            return self._kernels.linear(x_ND.contiguous(), self._laid_out, out, self._bias_O, onto_NO, adapters)
+        assert adapters is None
         found: Tensor
         if self._laid_out is None:
             found = torch.nn.functional.linear(x_ND, self._plain_OD, self._bias_O)

@@ -69,12 +69,59 @@ INLINE vec exponential(vec x) {
     return pick(x != x, x, found);
 }
 
-/* Products: y = x·Wᵀ + bias + onto. The weight stands in panels of PANEL columns, [panels][in][PANEL]. */
+/* Adapters: y += x·Aᵀ·Bᵀ, of every row by its own, on top of a product or alone. A and B of the sites that share an input stand below each other. */
+
+struct adapters {
+    const float *x; /* [rows, in] */
+    float *y; /* [rows, out] */
+    float *low; /* [rows, ranks], for what is between */
+    const float *down; /* [adapters, ranks, in] */
+    const float *up; /* [adapters, ranks, out], scaled; a site's ranks act on its own columns alone */
+    const long *order, *starts; /* the rows of each adapter, one adapter after another, and where each begins */
+    const long *columns; /* of each site the first and the one behind the last */
+    long adapters, sites, rank, in, out;
+};
+
+/* x·Aᵀ: a thread has some of the ranks. */
+static void reduce(const struct adapters *job, long me, long all) {
+    const long ranks = job->sites * job->rank, items = job->adapters * ranks, in = job->in;
+    for (long item = items * me / all; item < items * (me + 1) / all; item++) {
+        const float *down = job->down + item * in;
+        for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
+            const float *x = job->x + job->order[place] * in;
+            vec products = {0};
+            long at = 0;
+            for (; at + LANES <= in; at += LANES) products += load(x + at) * load(down + at);
+            float total = sum(products);
+            for (; at < in; at++) total += x[at] * down[at];
+            job->low[job->order[place] * ranks + item % ranks] = total;
+        }
+    }
+}
+
+/* The rest: a thread has some of the columns. */
+static void expand(const struct adapters *job, long first, long last) {
+    const long ranks = job->sites * job->rank, items = job->adapters * ranks, out = job->out;
+    for (long item = 0; item < items; item++) {
+        const long *columns = job->columns + 2 * (item % ranks / job->rank);
+        const long start = columns[0] > first ? columns[0] : first, stop = columns[1] < last ? columns[1] : last;
+        const float *up = job->up + item * out;
+        for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
+            float *y = job->y + job->order[place] * out;
+            const float factor = job->low[job->order[place] * ranks + item % ranks];
+            for (long at = start; at < stop; at++) y[at] += factor * up[at];
+        }
+    }
+}
+
+/* Products: y = x·Wᵀ + bias + onto, and adapters. The weight stands in panels of PANEL columns, [panels][in][PANEL]. */
 
 struct product {
     const float *x, *weight, *bias, *onto;
     float *y;
     long rows, out, in;
+    const struct adapters *adapters;
+    long reduced; /* threads that have done their share of x·Aᵀ */
 };
 
 /* The sums of some columns of a row; the last panel may stand over the edge. */
@@ -118,9 +165,14 @@ INLINE void tile(const struct product *job, const float *weight, long column, lo
 }
 
 static void multiply(void *given) {
-    const struct product *job = given;
+    struct product *job = given;
     const long panels = (job->out + PANEL - 1) / PANEL, me = thread_number(), all = thread_count();
-    for (long panel = panels * me / all; panel < panels * (me + 1) / all; panel++) {
+    const long start = panels * me / all, stop = panels * (me + 1) / all;
+    if (job->adapters) {
+        reduce(job->adapters, me, all);
+        __atomic_fetch_add(&job->reduced, 1, __ATOMIC_RELEASE);
+    }
+    for (long panel = start; panel < stop && job->weight; panel++) {
         const float *weight = job->weight + panel * PANEL * job->in;
         const long column = panel * PANEL;
         long first = 0;
@@ -130,11 +182,22 @@ static void multiply(void *given) {
             REST(1) REST(2) REST(3) REST(4) REST(5) REST(6) REST(7) REST(8) REST(9) REST(10) REST(11)
         }
     }
+    if (job->adapters) {
+        /* The others did theirs before their products, so this hardly ever waits. */
+        while (__atomic_load_n(&job->reduced, __ATOMIC_ACQUIRE) < all) __builtin_ia32_pause();
+        const long last = stop * PANEL < job->out ? stop * PANEL : job->out;
+        expand(job->adapters, start * PANEL, last);
+    }
 }
 
 void NAME(linear)(const float *x, const float *weight, const float *bias, const float *onto, float *y, long rows,
-                  long out, long in, long threads) {
-    struct product job = {x, weight, bias, onto, y, rows, out, in};
+                  long out, long in, const struct adapters *adapters, long threads) {
+    struct product job = {x, weight, bias, onto, y, rows, out, in, adapters, 0};
+    in_parallel(multiply, &job, (unsigned)threads, 0);
+}
+
+void NAME(adapt)(const struct adapters *adapters, long threads) {
+    struct product job = {0, 0, 0, 0, 0, 0, adapters->out, 0, adapters, 0};
     in_parallel(multiply, &job, (unsigned)threads, 0);
 }
 
@@ -247,58 +310,4 @@ static void attend_some(void *given) {
 
 void NAME(attend)(const struct attention *job, long threads) {
     in_parallel(attend_some, (void *)job, (unsigned)threads, 0);
-}
-
-/* Adapters: y += x·Aᵀ·Bᵀ, of every row by its own. A and B of the sites that share an input stand below each other. */
-
-struct adapters {
-    const float *x; /* [rows, in] */
-    float *y; /* [rows, out] */
-    float *low; /* [rows, ranks], for what is between */
-    const float *down; /* [adapters, ranks, in] */
-    const float *up; /* [adapters, ranks, out], scaled; a site's ranks act on its own columns alone */
-    const long *order, *starts; /* the rows of each adapter, one adapter after another, and where each begins */
-    const long *columns; /* of each site the first and the one behind the last */
-    long adapters, sites, rank, in, out;
-};
-
-static void reduce(void *given) {
-    const struct adapters *job = given;
-    const long ranks = job->sites * job->rank, items = job->adapters * ranks, in = job->in;
-    const long me = thread_number(), all = thread_count();
-    for (long item = items * me / all; item < items * (me + 1) / all; item++) {
-        const float *down = job->down + item * in;
-        for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
-            const float *x = job->x + job->order[place] * in;
-            vec products = {0};
-            long at = 0;
-            for (; at + LANES <= in; at += LANES) products += load(x + at) * load(down + at);
-            float total = sum(products);
-            for (; at < in; at++) total += x[at] * down[at];
-            job->low[job->order[place] * ranks + item % ranks] = total;
-        }
-    }
-}
-
-static void expand(void *given) {
-    const struct adapters *job = given;
-    const long ranks = job->sites * job->rank, items = job->adapters * ranks, out = job->out;
-    /* Every thread has columns of its own: rows are written by one alone. */
-    const long me = thread_number(), all = thread_count();
-    const long first = out * me / all, last = out * (me + 1) / all;
-    for (long item = 0; item < items; item++) {
-        const long *columns = job->columns + 2 * (item % ranks / job->rank);
-        const long start = columns[0] > first ? columns[0] : first, stop = columns[1] < last ? columns[1] : last;
-        const float *up = job->up + item * out;
-        for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
-            float *y = job->y + job->order[place] * out;
-            const float factor = job->low[job->order[place] * ranks + item % ranks];
-            for (long at = start; at < stop; at++) y[at] += factor * up[at];
-        }
-    }
-}
-
-void NAME(adapt)(const struct adapters *job, long threads) {
-    in_parallel(reduce, (void *)job, (unsigned)threads, 0);
-    in_parallel(expand, (void *)job, (unsigned)threads, 0);
 }

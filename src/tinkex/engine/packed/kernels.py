@@ -63,7 +63,7 @@ class Kernels:
 
         threads = [ctypes.cast(getattr(openmp, name), c_void_p) for name in OPENMP]
         found("use_threads", c_void_p, c_void_p, c_void_p)(*threads)
-        self._linear = found("linear", *[c_void_p] * 5, *[c_long] * 4)
+        self._linear = found("linear", *[c_void_p] * 5, *[c_long] * 3, POINTER(Adapters), c_long)
         self._norm = found("norm", c_void_p, c_void_p, c_float, c_void_p, c_long, c_long)
         self._gate = found("gate", c_void_p, c_void_p, c_long, c_long)
         self._attend = found("attend", POINTER(Attention), c_long)
@@ -76,14 +76,23 @@ class Kernels:
         return padded_OD.view(-1, self.panel, width).transpose(1, 2).contiguous()
 
     def linear(
-        self, x_BD: Tensor, panels: Tensor, out: int, bias_O: Tensor | None = None, onto_BO: Tensor | None = None
+        self,
+        x_BD: Tensor,
+        panels: Tensor,
+        out: int,
+        bias_O: Tensor | None = None,
+        onto_BO: Tensor | None = None,
+        adapters: Adapters | None = None,
     ) -> Tensor:
-        """x·Wᵀ + b, and what it is to be added to."""
+        """x·Wᵀ + b, what it is to be added to, and the adapters' part."""
         rows, width = x_BD.shape
         y_BO = torch.empty(rows, out)
+        x, y = x_BD.data_ptr(), y_BO.data_ptr()
         bias, onto = None if bias_O is None else bias_O.data_ptr(), None if onto_BO is None else onto_BO.data_ptr()
-        threads = torch.get_num_threads()
-        self._linear(x_BD.data_ptr(), panels.data_ptr(), bias, onto, y_BO.data_ptr(), rows, out, width, threads)
+        if adapters is not None:
+            adapters.x, adapters.y = x, y
+        acting = None if adapters is None else byref(adapters)
+        self._linear(x, panels.data_ptr(), bias, onto, y, rows, out, width, acting, torch.get_num_threads())
         return y_BO
 
     def norm(self, x_BD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -107,8 +116,10 @@ class Kernels:
     def attend(self, job: Attention) -> None:
         self._attend(byref(job), torch.get_num_threads())
 
-    def adapt(self, job: Adapters) -> None:
-        self._adapt(byref(job), torch.get_num_threads())
+    def adapt(self, x_BD: Tensor, y_BO: Tensor, adapters: Adapters) -> None:
+        """Add the adapters' part alone."""
+        adapters.x, adapters.y = x_BD.data_ptr(), y_BO.data_ptr()
+        self._adapt(byref(adapters), torch.get_num_threads())
 
 
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")

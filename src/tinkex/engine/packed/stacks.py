@@ -120,6 +120,10 @@ class Stacks:
             self._is_real_N = (rows_N >= 0).nonzero()[:, 0]
             self._rows_GM = rows_N.clamp_(min=0)
 
+    def job(self, group: int) -> Adapters | None:
+        """What the kernels are told of a group, so that a product adds the adapters' part itself; None: see `add`."""
+        return self._jobs[group] if self._jobs else None
+
     def add(self, group: int, x_BD: Tensor, y_BO: Tensor) -> None:
         """Add the adapters' part to the output of a group, in place."""
         if self._is_loop:
@@ -129,11 +133,9 @@ class Stacks:
         stacked = self._stacked[group] if self._of else None
         if stacked is None:
             return
-        job = self._jobs[group] if self._kernels is not None else None
+        job = self.job(group)
         if self._kernels is not None and job is not None:
-            x_BD = x_BD.contiguous()
-            job.x, job.y = x_BD.data_ptr(), y_BO.data_ptr()
-            self._kernels.adapt(job)
+            self._kernels.adapt(x_BD.contiguous(), y_BO, job)
             return
         if self._rows_GM is None:  # rows stand by adapter already
             shape = self._shape
