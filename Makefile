@@ -67,6 +67,7 @@ bench: $(READY)  ## the client beside the official ones, the service beside the 
 	$(BIN)/python -m benchmarks.engine_sharing
 	$(BIN)/python -m benchmarks.engine_growth
 	$(BIN)/python -m benchmarks.engine_profile
+	$(BIN)/python -m benchmarks.engine_peers
 
 pins: $(READY)  ## write pins.txt anew, with the newest releases (run the tests after it)
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --constraint constraints.txt --editable .[dev,local,postgres]
