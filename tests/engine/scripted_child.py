@@ -26,7 +26,7 @@ class Trainer:
     def __init__(self) -> None:
         self._queue: deque[tuple[int, Generator[None, None, Frame]]] = deque()
 
-    has_passes = False
+    passes = 0
 
     @property
     def has_work(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.oracle import datum
 from tinkex.engine.commands import pass_frame
 from tinkex.engine.frames import Frame
-from tinkex.engine.loop import MOMENTS, Loop, moment_s
+from tinkex.engine.loop import MOMENTS, PATIENCE, Loop, moment_s
 from tinkex.engine.model import Model
 from tinkex.engine.sample import Sampler
 from tinkex.engine.train import Trainer
@@ -85,6 +85,29 @@ def test_what_arrives_a_moment_later_shares_the_micro_batch(tiny: Model, moment_
     engine.until(2 + MOMENTS)
     assert all(reply["ok"] for reply in engine.replies.values())
     assert engine.batches == batches
+
+
+def test_runs_that_went_together_are_waited_for_a_little_longer(tiny: Model) -> None:
+    moment_s = 0.5
+    engine = Engine(tiny, moment_s)
+    engine.create("a", "b")
+    for late_s, batches in ((0.0, 1), (2 * moment_s, 1)):  # the second time one is late, but within their patience
+        engine.batches = 0
+        engine.send(1, a_pass("a"))
+        late = threading.Timer(late_s, engine.send, (2, a_pass("b")))
+        late.start()
+        engine.until(2)
+        late.join()
+        assert all(reply["ok"] for reply in engine.replies.values())
+        assert engine.batches == batches
+    # Who comes alone after that is waited for once, not for good.
+    waited = []
+    for _ in range(2):
+        engine.send(1, a_pass("a"))
+        began = perf_counter()
+        engine.until(1)
+        waited.append(perf_counter() - began)
+    assert waited[0] > PATIENCE * moment_s > waited[1]
 
 
 def test_a_run_alone_never_waits_for_company(tiny: Model) -> None:

@@ -3,6 +3,7 @@
 Whoever waits for nothing waits a moment longer: an engine that slept and is handed a pass, while it holds several
 adapters, or a sample, looks for a moment whether more arrive, so that what was sent together runs together. A moment is
 a tenth of what it takes to read the model's weights once (`moment_s`), which is what running apart would cost at least.
+Runs that had passes at hand together last time are given a few moments more to do so again: they go in step.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ logger = logging.getLogger("tinkex.engine")
 STATS_EVERY_S = 1.0
 MOMENTS = 8
 """How often it looks again at most: commands that keep coming do not keep it from working."""
+PATIENCE = 4
+"""Moments for the next of those who came together last time."""
 _LONGEST_MOMENT_S = 0.02
 _READ_PER_S = {"cpu": 20e9}
 """Bytes; elsewhere a terabyte."""
@@ -53,6 +56,8 @@ class Loop:
         self._commands: dict[int, Frame] = {}
         """Those that the trainer has."""
         self._samples: set[int] = set()
+        self._most = self._together = 0
+        """The most passes that were at hand at once since it last slept before one, and in the time before that."""
         self._adapters: set[str] = set()
         self._tokens_trained = 0
         self._tokens_sampled = 0
@@ -76,18 +81,24 @@ class Loop:
             if wait:
                 due_s = max(self._stats_due_s - REAL.now(), 0.001) if self._has_news else None
                 self._accept(inbox.get(timeout=due_s))
-                looks = MOMENTS
-                while looks and self._moment_s and self._may_get_company():
-                    looks -= 1
-                    self._accept(inbox.get(timeout=self._moment_s))
+                self._wait_for_company(inbox)
             while True:
                 self._accept(inbox.get_nowait())
         except queue.Empty:
             return
 
+    def _wait_for_company(self, inbox: queue.SimpleQueue[Frame]) -> None:
+        if self._trainer.passes:
+            self._together, self._most = self._most, self._trainer.passes
+        looks = max(MOMENTS, self._together) if self._moment_s else 0
+        while looks and self._may_get_company():
+            looks -= 1
+            is_early = 0 < self._trainer.passes < self._together
+            self._accept(inbox.get(timeout=self._moment_s * (PATIENCE if is_early else 1)))
+
     def _may_get_company(self) -> bool:
         """Whether what came would gain from others like it."""
-        is_pass = self._trainer.has_passes and len(self._adapters) > 1
+        is_pass = self._trainer.passes > 0 and len(self._adapters) > 1
         return is_pass or self._sampler.has_work
 
     def _accept(self, frame: Frame) -> None:
@@ -107,6 +118,7 @@ class Loop:
         else:
             self._commands[number] = frame
             self._trainer.add(number, frame)
+            self._most = max(self._most, self._trainer.passes)
 
     def _train(self) -> None:
         """A short command or two, or a part of a micro-batch."""

@@ -51,9 +51,9 @@ class Trainer:
         return bool(self._queue or self._passes)
 
     @property
-    def has_passes(self) -> bool:
-        """Whether a pass is under way or waits."""
-        return bool(self._passes) or any(command.head.get("op") in PASSES for _, command in self._queue)
+    def passes(self) -> int:
+        """Under way or waiting."""
+        return len(self._passes) + sum(command.head.get("op") in PASSES for _, command in self._queue)
 
     def add(self, number: int, command: Frame) -> None:
         self._queue.append((number, command))
