@@ -1,7 +1,7 @@
 """Builds `engine/packed/kernels.c` for x86-64 Linux, with gcc: `python scripts/make_kernels.py`.
 
-What it writes is part of the package: users need no compiler. The library carries the digest of its source, so that a
-test notices when one was changed without the other.
+What it writes is part of the package: users need no compiler. The library carries the digest of its source and of this
+file, so that a test notices when one was changed without the other; with the same gcc another build has the same bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ SOURCE = PLACE / "kernels.c"
 TARGET = PLACE / "kernels_x86_64_linux.lib"
 """Not `.so`: whoever walks through the package would take that for a module of Python."""
 
+GCC = "12.2.0"
+"""What built the library that is shipped."""
+
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS += ["-fno-tree-loop-distribute-patterns", "-fno-stack-protector", "-Wall", "-Wextra", "-Werror"]
+FLAGS += ["-fwrapv", "-fno-tree-loop-distribute-patterns", "-fno-stack-protector", "-Wall", "-Wextra", "-Werror"]
 VARIANTS = {
     # Registers: 32 of 16 numbers, and 16 of 8.
     "avx512": ["-mavx512f", "-mfma", "-DLANES=16", "-DWIDE=2", "-DTILE=12"],
@@ -26,13 +29,16 @@ VARIANTS = {
 }
 
 
+def digest() -> str:
+    return hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+
+
 def main(target: Path = TARGET) -> None:
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
     with tempfile.TemporaryDirectory() as folder:
         parts = []
         for name, flags in VARIANTS.items():
             parts.append(f"{folder}/{name}.o")
-            given = [f"-DVARIANT={name}", f'-DDIGEST="{digest}"', "-c", str(SOURCE), "-o", parts[-1]]
+            given = [f"-DVARIANT={name}", f'-DDIGEST="{digest()}"', "-c", str(SOURCE), "-o", parts[-1]]
             subprocess.run(["gcc", *FLAGS, *flags, *given], check=True)
         # No start-up files and no library: what it calls is handed to it, so it loads beside any libc.
         words = ["gcc", "-shared", "-nostdlib", "-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", "-Wl,--no-undefined"]

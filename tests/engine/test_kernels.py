@@ -6,9 +6,13 @@ Tolerances are for float32: a sum of a few hundred terms of about 1 is off by so
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import importlib.util
 import logging
+import shutil
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,8 +23,10 @@ from tests.engine.oracle import Session, randomise
 from tests.engine.test_model import CPU, saved
 from tests.engine.test_runners import PACKED
 from tests.engine.test_sample import answer, finish, sampled, sampler, spec
+from tinkex.engine.base import LoraSpec
 from tinkex.engine.decoder import Next
-from tinkex.engine.kv_cache import RowLayer
+from tinkex.engine.kv_cache import RowCache, RowLayer
+from tinkex.engine.lora import LoraWeights
 from tinkex.engine.model import Model, load
 from tinkex.engine.packed import gemm, kernels, stacks
 from tinkex.engine.packed.kernels import Kernels
@@ -33,12 +39,42 @@ pytestmark = pytest.mark.skipif(not FOUND, reason="the kernels are for x86-64 Li
 each_variant = pytest.mark.parametrize("found", FOUND, ids=lambda found: found.variant)
 
 
-def test_the_library_was_built_from_the_source_beside_it() -> None:
-    source = kernels.LIBRARY.with_name("kernels.c").read_bytes()
+@pytest.fixture(scope="module")
+def builder() -> ModuleType:
+    file = Path(__file__).parent.parent.parent / "scripts" / "make_kernels.py"
+    spec = importlib.util.spec_from_file_location("make_kernels", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_library_was_built_from_the_source_beside_it(builder: ModuleType) -> None:
     library = ctypes.CDLL(str(kernels.LIBRARY))
     for variant in kernels.VARIANTS:
         digest = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, f"digest_{variant}")))
-        assert digest.decode() == hashlib.sha256(source).hexdigest(), "run `make kernels`"
+        assert digest.decode() == builder.digest(), "run `make kernels`"
+
+
+def test_another_build_has_the_same_bytes(builder: ModuleType, tmp_path: Path) -> None:
+    gcc = shutil.which("gcc")
+    version = subprocess.run([gcc, "-dumpfullversion"], capture_output=True, text=True).stdout.strip() if gcc else ""
+    if version != builder.GCC:
+        pytest.skip(f"the library was built with gcc {builder.GCC}")
+    builder.main(tmp_path / "again.lib")
+    assert (tmp_path / "again.lib").read_bytes() == kernels.LIBRARY.read_bytes()
+
+
+def test_threads_are_torchs_own_whatever_else_was_loaded(tmp_path: Path) -> None:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        loaded = next(line.split()[-1] for line in maps if "libgomp" in line)
+    stranger = ctypes.CDLL(shutil.copy(loaded, tmp_path / "libgomp-000.so"))
+    torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+    def place(library: ctypes.CDLL) -> Any:
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+
+    assert place(kernels._openmp()) == place(torchs) != place(stranger)
 
 
 @each_variant
@@ -127,6 +163,102 @@ def _attention_only(heads: int, keys: int, width: int) -> Weights:
     return fuse(transformers.AutoModelForCausalLM.from_config(config))
 
 
+@each_variant
+def test_attention_sees_only_its_own_columns_of_a_cache_with_room_to_spare(found: Kernels) -> None:
+    torch.manual_seed(0)
+    weights = _attention_only(4, 2, 16)
+    prompts = torch.randn(3, 2, 1, 2, 9, 16)
+    results = []
+    for steps in (KernelSteps(weights, found), TorchSteps(weights)):
+        cache = RowCache()
+        for number, length in enumerate((9, 4, 6)):
+            prompt = RowCache()
+            prompt.update(*prompts[number, :, :, :, :length].clone(), 0)
+            cache.join(prompt, 1, coming=5)
+        cache.leave([0], [9, 4, 6])
+        layer = cache.layers[0]
+        assert isinstance(layer, RowLayer) and layer.start > 0 and layer.keys.shape[0] > layer.rows == 2
+        torch.manual_seed(1)
+        results.append(gathered(steps, torch.randn(2, 8 * 16), layer, [6, 4]))
+    torch.testing.assert_close(tuple(results[0]), tuple(results[1]), atol=3e-6, rtol=3e-6)
+
+
+@each_variant
+def test_rows_that_the_cache_does_not_hold_are_refused(found: Kernels) -> None:
+    weights = _attention_only(4, 2, 16)
+    for rows, held in ((3, 4), (2, 5)):
+        layer = RowLayer()
+        layer.update(*torch.randn(2, 2, 2, 4, 16))
+        with pytest.raises(ValueError, match="rows of up to"):
+            gathered(KernelSteps(weights, found), torch.randn(rows, 8 * 16), layer, [held] * rows)
+
+
+@each_variant
+def test_scores_beyond_the_range_of_float32_hide_nothing_that_is_within(found: Kernels) -> None:
+    """A block of keys that are infinitely far away has no share, and leaves that of the others as it is."""
+    weights = _attention_only(1, 1, 16)
+    keys, values, qkv = torch.randn(1, 1, 70, 16), torch.randn(1, 1, 70, 16), torch.randn(1, 3 * 16)
+    keys[:, :, :64], qkv[:, :16] = -3e38, qkv[:, :16].abs() + 10
+    layers = [RowLayer(), RowLayer()]
+    results = []
+    for steps, layer in zip((KernelSteps(weights, found), TorchSteps(weights)), layers, strict=True):
+        layer.update(keys.clone(), values.clone())
+        steps.begin([Next(0, 0, 70, None)], 71)
+        results.append(steps.attend(layer, qkv.clone(), needs_total=False).out_BKGW)
+    assert results[0].isfinite().all()
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+
+
+@each_variant
+def test_adapters_of_a_step_are_those_of_float64_and_know_nothing_of_each_other(found: Kernels) -> None:
+    torch.manual_seed(0)
+    sites = {"q": slice(0, 17), "v": slice(20, 37)}  # with a gap, and nothing a whole number of registers
+    both = _adapter(3, {"q": (50, 17), "v": (50, 17)})
+    one = _adapter(5, {"v": (50, 17)})
+    acting = [one, None, both, one, both, None, both]
+    x, y = torch.randn(7, 50), torch.randn(7, 37)
+    wanted = y.double()
+    for row, weights in enumerate(acting):
+        for site, (a_RD, b_OR) in weights.pairs.items() if weights is not None else ():
+            wanted[row, sites[site]] += weights.spec.scale * b_OR.double() @ (a_RD.double() @ x[row].double())
+    stacked = stacks.Stacks([sites], [50], found)
+    alone, together, inside = y.clone(), y.clone(), torch.zeros(7, 37)
+    stacked.arrange(acting)
+    stacked.add(0, x, together)
+    torch.testing.assert_close(together.double(), wanted, atol=1e-4, rtol=1e-5)
+    weight = torch.randn(37, 50)
+    inside = gemm.Packed(weight, None, found)(x, y, stacked.job(0))
+    torch.testing.assert_close(inside.double(), wanted + x.double() @ weight.double().t(), atol=2e-4, rtol=1e-5)
+    for row, weights in enumerate(acting):
+        stacked.arrange([weights])
+        stacked.add(0, x[row : row + 1], alone[row : row + 1])
+        assert torch.equal(alone[row], together[row]), row
+
+
+def _adapter(rank: int, sites: Mapping[str, tuple[int, int]]) -> Any:
+    pairs = {site: (torch.randn(rank, width), torch.randn(out, rank)) for site, (width, out) in sites.items()}
+    return LoraWeights(LoraSpec(rank=rank, seed=0), pairs)
+
+
+def test_kernels_that_give_wrong_numbers_are_not_used(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = kernels.find()
+    assert found is not None
+    right = answer(tiny, spec([1, 2, 3], max_tokens=5, seed=1))
+    own = found._gate
+
+    def wrong(gate_up: int, y: int, rows: int, width: int) -> None:
+        own(gate_up, y, rows, width)
+        ctypes.cast(y, ctypes.POINTER(ctypes.c_float))[0] += 1.0
+
+    monkeypatch.setattr(found, "_gate", wrong)
+    with caplog.at_level(logging.WARNING, "tinkex.engine"):
+        again = answer(tiny, spec([1, 2, 3], max_tokens=5, seed=1))
+    assert "wrong numbers" in caplog.text
+    assert again.sequences[0].tokens == right.sequences[0].tokens
+
+
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find", lambda variant="auto": None)
 
@@ -151,10 +283,10 @@ def test_every_family_samples_the_same_with_kernels_and_without(
         asked[6 + number] = spec([5, 7, number], weights=place, **options)
     monkeypatch.setattr(kernels, "find", lambda variant="auto": found)
     weights = packed_weights(model)
-    assert weights is not None and isinstance(steps_for(weights), KernelSteps)
+    assert weights is not None and isinstance(steps_for(weights, kernels.find()), KernelSteps)
     with_kernels = finish(sampler(model), asked)
     without(monkeypatch)
-    assert isinstance(steps_for(weights), TorchSteps)
+    assert isinstance(steps_for(weights, kernels.find()), TorchSteps)
     plain = finish(sampler(model), asked)
     for number in asked:
         for one, other in zip(sampled(with_kernels, number).sequences, sampled(plain, number).sequences, strict=True):
@@ -198,11 +330,3 @@ def test_on_another_machine_nothing_is_loaded(system: tuple[str, str], monkeypat
     monkeypatch.setattr(kernels.sys, "platform", system[0])
     monkeypatch.setattr(kernels.platform, "machine", lambda: system[1])
     assert kernels.find.__wrapped__() is None
-
-
-def test_layouts_are_made_for_what_will_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = torch.randn(40, 24), torch.randn(3, 24)
-    ours = gemm.Packed(weight)(x)
-    without(monkeypatch)
-    torch.testing.assert_close(ours, gemm.Packed(weight)(x), atol=1e-5, rtol=1e-5)
-    assert stacks.Stacks([], [])._kernels is None

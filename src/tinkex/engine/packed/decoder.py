@@ -10,6 +10,7 @@ heads, G query heads of each, W width of a head.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,13 +19,22 @@ from torch import Tensor
 
 from tinkex.engine.decoder import Acting, Next, Reading, segments_of
 from tinkex.engine.kv_cache import RowCache, RowLayer
-from tinkex.engine.packed import formats, gemm
+from tinkex.engine.packed import formats, gemm, kernels
 from tinkex.engine.packed import layer as layers
 from tinkex.engine.packed.deltas import Deltas
 from tinkex.engine.packed.formats import Linear
+from tinkex.engine.packed.kernels import Kernels
+from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.packed.stacks import Stacks
 from tinkex.engine.packed.steps import steps_for
 from tinkex.engine.packed.weights import Weights
+
+logger = logging.getLogger("tinkex.engine")
+
+PROVED = 3
+"""Tokens along which kernels are held against a whole pass."""
+TOLERANCE = 1e-3
+"""Of the largest hidden state: float32 in another order differs by 1e-6 to 1e-4."""
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -38,14 +48,19 @@ class PackedDecoder:
         """`kind`: of the weights that rows step with, one of `formats.FORMATS`."""
         self._weights = weights
         self._kind = kind
-        self._steps = steps_for(weights)
         self._linears: list[Linear] = []
         """Four of every layer, then the unembedding, which is never rounded. Made when the first step needs them."""
+        self._use(kernels.find())
+
+    def _use(self, found: Kernels | None) -> None:
+        weights = self._weights
+        self._kernels = found
+        self._steps = steps_for(weights, found)
         places = [group.places for layer in weights.layers for group in layer.groups]
         widths = [group.weight_OD.shape[1] for layer in weights.layers for group in layer.groups]
-        self._stacks = Stacks(places, widths)
+        self._stacks = Stacks(places, widths, found)
         vocabulary, width = weights.head_VD.shape
-        self._head = Stacks([{weights.head_site: slice(0, vocabulary)}], [width])
+        self._head = Stacks([{weights.head_site: slice(0, vocabulary)}], [width], found)
         """Of its own: prompts that are read and rows that step need not have the same adapters."""
 
     # Prompts
@@ -97,7 +112,10 @@ class PackedDecoder:
     # Rows
 
     def step(self, cache: RowCache, rows: Sequence[Next]) -> Tensor:
-        weights, steps, linears = self._weights, self._steps, self._packed()
+        return self._step(self._packed(), cache, rows)
+
+    def _step(self, linears: Sequence[Linear], cache: RowCache, rows: Sequence[Next]) -> Tensor:
+        weights, steps = self._weights, self._steps
         self._stacks.arrange([row.weights for row in rows])
         steps.begin(rows, cache.width + 1)
         shared = _shared(rows)
@@ -113,8 +131,9 @@ class PackedDecoder:
 
     def logits(self, hidden_ND: Tensor, acting: Acting) -> Tensor:
         if hidden_ND.shape[0] <= gemm.PACKED_UP_TO:
+            unembed = self._packed()[-1]
             self._head.arrange(acting)
-            logits_NV = self._packed()[-1](hidden_ND)
+            logits_NV = unembed(hidden_ND)
             self._head.add(0, hidden_ND, logits_NV)
             return logits_NV
         logits_NV = gemm.linear(hidden_ND, self._weights.head_VD)
@@ -161,10 +180,26 @@ class PackedDecoder:
 
     def _packed(self) -> list[Linear]:
         if not self._linears:
-            groups = [group for layer in self._weights.layers for group in layer.groups]
-            linears = [formats.linear_for(self._kind, group.weight_OD, group.bias_O) for group in groups]
-            self._linears = [*linears, gemm.Packed(self._weights.head_VD)]
+            linears = self._laid_out()
+            if self._kernels is not None and self._kind == "float32" and not self._is_right(linears):
+                logger.warning("The shipped kernels give wrong numbers here: sampling goes on without them, slower.")
+                self._use(None)
+                linears = self._laid_out()
+            self._linears = linears
         return self._linears
+
+    def _laid_out(self) -> list[Linear]:
+        groups = [group for layer in self._weights.layers for group in layer.groups]
+        linears = [formats.linear_for(self._kind, group.weight_OD, group.bias_O, self._kernels) for group in groups]
+        return [*linears, gemm.Packed(self._weights.head_VD, None, self._kernels)]
+
+    def _is_right(self, linears: Sequence[Linear]) -> bool:
+        """Whether steps find what a whole pass finds: the kernels were built elsewhere."""
+        tokens_T, cache = torch.arange(PROVED) * 997 % len(self._weights.head_VD), RowCache()
+        rows = [Next(token, at, at, None) for at, token in enumerate(tokens_T.tolist())]
+        found = [self._step(linears, cache, [row]) for row in rows]
+        own_TD = PackedRunner(self._weights).hidden(tokens_T)
+        return float((torch.cat(found) - own_TD).abs().max()) <= TOLERANCE * float(own_TD.abs().max())
 
 
 class Look(NamedTuple):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tinkex.engine.base import EngineFault
 from tinkex.engine.packed import gemm
+from tinkex.engine.packed.kernels import Kernels
 
 FORMATS = ("float32", "bfloat16", "int8")
 
@@ -70,9 +71,9 @@ def _added(found_NO: Tensor, bias_O: Tensor | None, onto_NO: Tensor | None) -> T
     return found_NO if onto_NO is None else found_NO.add_(onto_NO)
 
 
-def linear_for(kind: str, weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
+def linear_for(kind: str, weight_OD: Tensor, bias_O: Tensor | None, found: Kernels | None = None) -> Linear:
     if kind == "float32":
-        return gemm.Packed(weight_OD, bias_O)
+        return gemm.Packed(weight_OD, bias_O, found)
     try:
         linear = (Bfloat16 if kind == "bfloat16" else Int8)(weight_OD, bias_O)
         linear(torch.zeros(1, weight_OD.shape[1]))  # some can lay weights out that they cannot compute with

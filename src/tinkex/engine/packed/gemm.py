@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinkex.engine.packed import kernels
-from tinkex.engine.packed.kernels import Adapters
+from tinkex.engine.packed.kernels import Adapters, Kernels
 
 
 @functools.cache
@@ -64,9 +63,8 @@ def pointwise(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> 
 class Packed:
     """A weight laid out for a handful of rows, as decoding has them. A second copy: it costs its own size."""
 
-    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None = None) -> None:
-        self._plain_OD, self._bias_O = weight_OD, bias_O
-        self._kernels = kernels.find()
+    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None = None, found: Kernels | None = None) -> None:
+        self._plain_OD, self._bias_O, self._kernels = weight_OD, bias_O, found
         self._laid_out: Any = None
         if self._kernels is not None:
             self._laid_out = self._kernels.in_panels(weight_OD)

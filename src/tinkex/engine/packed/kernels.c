@@ -25,7 +25,7 @@ typedef int ints __attribute__((vector_size(4 * LANES), aligned(4)));
 const int NAME(panel) = PANEL;
 const int NAME(lanes) = LANES;
 const int NAME(widest) = WIDEST;
-const char NAME(digest)[] = DIGEST; /* of this file */
+const char NAME(digest)[] = DIGEST; /* of this file and of what builds it */
 
 /* OpenMP, as GCC calls it. */
 static void (*in_parallel)(void (*)(void *), void *, unsigned, unsigned);
@@ -262,6 +262,8 @@ INLINE void look(const struct attention *job, const float *query, const float *k
             scores[token] = sum(products) * job->scale;
             largest = scores[token] > largest ? scores[token] : largest;
         }
+        /* Nothing to look at: its shares would be 0 / 0. */
+        if (largest == -__builtin_inff() && scores[0] == scores[0]) continue;
         for (long token = size; token < BLOCK; token++) scores[token] = -__builtin_inff();
         const vec faded = exponential((vec){0} + (before - largest));
         totals *= faded;

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -71,9 +70,13 @@ class Kernels:
 
     def in_panels(self, weight_OD: Tensor) -> Tensor:
         """A weight as `linear` reads it [panels, D, panel]."""
-        out, width = weight_OD.shape
-        padded_OD = F.pad(weight_OD, (0, 0, 0, -out % self.panel))
-        return padded_OD.view(-1, self.panel, width).transpose(1, 2).contiguous()
+        (out, width), panel = weight_OD.shape, self.panel
+        panels = torch.zeros(-(-out // panel), width, panel)
+        whole = out // panel
+        panels[:whole] = weight_OD[: whole * panel].view(-1, panel, width).transpose(1, 2)
+        if whole < len(panels):
+            panels[whole, :, : out - whole * panel] = weight_OD[whole * panel :].t()
+        return panels
 
     def linear(
         self,
@@ -135,18 +138,16 @@ def find(variant: str = "auto") -> Kernels | None:
     if not chosen:
         return None
     try:
-        openmp = ctypes.CDLL(_openmp())
-        return Kernels(ctypes.CDLL(str(LIBRARY)), openmp, chosen[0])
+        return Kernels(ctypes.CDLL(str(LIBRARY)), _openmp(), chosen[0])
     except (OSError, AttributeError, ValueError) as problem:
         logger.warning("The shipped kernels cannot be used (%s): sampling is slower without them.", problem)
         return None
 
 
-def _openmp() -> str:
-    """The library that torch's threads come from."""
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "omp" in line.rsplit("/", 1)[-1]}
-    found = sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5")))
-    if not found:
-        raise OSError("torch has loaded no OpenMP that is known")
-    return found[0]
+def _openmp() -> ctypes.CDLL:
+    """Where torch's own calls of OpenMP go. Others may have loaded another one, whose threads would fight with its."""
+    for place in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+        library = ctypes.CDLL(place)
+        if all(hasattr(library, name) for name in OPENMP):
+            return library
+    raise OSError("torch has loaded no OpenMP that is known")

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.lora import LoraWeights
-from tinkex.engine.packed import kernels
 from tinkex.engine.packed.bundles import stacked_down, stacked_up
-from tinkex.engine.packed.kernels import Adapters
+from tinkex.engine.packed.kernels import Adapters, Kernels
 
 FEW_RANKS = 256
 """All ranks together, filled up, up to which zeros do not matter."""
@@ -40,10 +39,11 @@ class Stacked(NamedTuple):
 class Stacks:
     """Keeps what the last set of adapters needed."""
 
-    def __init__(self, groups: Sequence[Mapping[str, slice]], widths: Sequence[int]) -> None:
+    def __init__(
+        self, groups: Sequence[Mapping[str, slice]], widths: Sequence[int], found: Kernels | None = None
+    ) -> None:
         """For every group its sites, with their rows of its output, and the width of its input."""
-        self._groups, self._widths = groups, widths
-        self._kernels = kernels.find()
+        self._groups, self._widths, self._kernels = groups, widths, found
         self._rows: tuple[LoraWeights | None, ...] = ()
         self._arranged = False
         self._of: tuple[LoraWeights, ...] = ()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tinkex.engine.decoder import Next
 from tinkex.engine.kv_cache import RowLayer, padding_mask
-from tinkex.engine.packed import kernels
 from tinkex.engine.packed import layer as layers
 from tinkex.engine.packed.kernels import Attention, Kernels
 from tinkex.engine.packed.weights import Weights
@@ -42,8 +41,7 @@ class Steps(Protocol):
         """Turn queries and keys, put keys and values into the cache, and look at all that a row has there."""
 
 
-def steps_for(weights: Weights) -> Steps:
-    found = kernels.find()
+def steps_for(weights: Weights, found: Kernels | None) -> Steps:
     if found is None or not found.takes_heads(weights.head_width):
         return TorchSteps(weights)
     return KernelSteps(weights, found)
@@ -97,6 +95,7 @@ class KernelSteps:
         weights, count = self._weights, len(rows)
         self._cos_B1W, self._sin_B1W = weights.angles(torch.tensor([row.position for row in rows]))
         self._held_B = torch.tensor([row.held for row in rows])
+        self._longest = max(row.held for row in rows)
         self._most_BH, self._total_BH = torch.empty(2, count, weights.heads)
         self._job = Attention(
             cosine=self._cos_B1W.data_ptr(),
@@ -124,6 +123,9 @@ class KernelSteps:
         if not layer.is_initialized:
             like_BK1W = qkv_BO.view(len(qkv_BO), -1, 1, weights.head_width)[:, : weights.key_heads]
             layer.lazy_initialization(like_BK1W, like_BK1W)
+        # The kernel writes where it is told to; torch would have refused.
+        if layer.rows != len(qkv_BO) or self._longest > layer.width:
+            raise ValueError(f"{len(qkv_BO)} rows of up to {self._longest} tokens in a cache of {layer.rows}")
         job.column = layer.reserve(1)
         job.qkv, job.gathered = qkv_BO.data_ptr(), out_BO.data_ptr()
         job.keys, job.values, job.columns = layer.keys.data_ptr(), layer.values.data_ptr(), layer.keys.shape[2]
