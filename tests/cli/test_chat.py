@@ -193,8 +193,7 @@ def test_a_conversation_is_kept_and_obeys_its_commands(speaker: Speaker, tmp_pat
         terminal.type("More?\n")
         terminal.wait_for("/reset begins anew")
         terminal.wait_for("> ")
-        terminal.type("\x03")
-        terminal.wait_for("(Ctrl-D ends.)")
+        terminal.interrupt_until("(Ctrl-D ends.)")
         terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
