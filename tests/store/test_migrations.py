@@ -122,7 +122,8 @@ def test_a_new_database_that_another_program_is_just_writing_is_waited_for(tmp_p
     letting_go = threading.Timer(0.2, other.execute, ["COMMIT"])
     letting_go.start()
     try:
-        Store.open(f"sqlite:///{tmp_path / 'tinkex.db'}", tmp_path).close()
+        with Store.open(f"sqlite:///{tmp_path / 'tinkex.db'}", tmp_path) as store:
+            assert not store.has_keys()
     finally:
         letting_go.join()
         other.close()

@@ -30,7 +30,8 @@ logger = logging.getLogger("tinkex.engine")
 
 STATS_EVERY_S = 1.0
 MOMENTS = 8
-"""How often it looks again at most: commands that keep coming do not keep it from working."""
+"""How often it looks again at most, unless more came together last time: commands that keep coming do not keep it
+from working."""
 PATIENCE = 4
 """Moments for the next of those who came together last time."""
 _LONGEST_MOMENT_S = 0.02

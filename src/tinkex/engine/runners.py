@@ -12,7 +12,7 @@ from tinkex.engine.general import GeneralRunner
 from tinkex.engine.kv_cache import RowCache
 from tinkex.engine.model import Model
 from tinkex.engine.packed import kernels
-from tinkex.engine.packed.decoder import PackedDecoder
+from tinkex.engine.packed.decoder import TOLERANCE, PackedDecoder
 from tinkex.engine.packed.formats import Divergence, divergence
 from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.packed.weights import Weights, fuse, why_not
@@ -22,8 +22,6 @@ logger = logging.getLogger("tinkex.engine")
 
 PROBE = 48
 """Tokens along which weights of fewer bits are compared."""
-TOLERANCE = 1e-3
-"""Of the largest hidden state: float32 in another order differs by 1e-6 to 1e-4, a wrong formula by far more."""
 
 
 def runner_for(model: Model, prefer: str = "auto") -> Runner:
