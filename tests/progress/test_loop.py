@@ -9,12 +9,14 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 import tinkex
 from tests.progress.conftest import MODEL, PRICES, TEACHER, batch, train
 from tinkex.testing import FailFuture, Pending, ScriptedService, Work
+from tinkex.watch import screen as screens
 from tinkex.watch.progress import Progress
 
 PROMPT, FOUR = tinkex.ModelInput.from_ints([1, 2, 3, 4, 5]), tinkex.SamplingParams(max_tokens=4)
@@ -355,6 +357,27 @@ sys.exit(3)
     assert done.returncode == 3
     assert "Fatal" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_end_of_the_interpreter_waits_for_no_lock_of_a_screen(training: tinkex.TrainingClient) -> None:
+    """A thread that is caught in the middle keeps its lock for ever; one that a stopped terminal holds up, too."""
+
+    class Stopped(io.StringIO):
+        def write(self, text: str) -> int:
+            writing.set()
+            assert goes_on.wait(30)
+            return len(text)
+
+    writing, goes_on = threading.Event(), threading.Event()
+    steps = iter(tinkex.progress(training, 5, every_s=0.001, live=True, file=Stopped()))
+    next(steps)
+    assert writing.wait(10)
+    (screen,) = [screen for screen in screens._screens.values() if not screen.is_empty]
+    begun = time.monotonic()
+    screen.stop()
+    del steps  # as the interpreter does: the loop left open ends here
+    assert time.monotonic() - begun < screens.EXIT_WAIT_S + 2
+    goes_on.set()
 
 
 def test_a_forked_child_neither_draws_nor_waits_for_its_parents_work(

@@ -20,6 +20,8 @@ from tinkex.watch.line import cells, fold
 log = logging.getLogger("tinkex.progress")
 Mode = Literal["terminal", "notebook", "plain"]
 NOTEBOOK_WIDTH = 100
+EXIT_WAIT_S = 1.0
+"""How long interpreter exit may wait for a line that is just being written: a stopped terminal never takes it."""
 
 
 class Shown(Protocol):
@@ -50,6 +52,7 @@ class Screen:
         self._stopping = threading.Event()
         self._every_s = 1.0
         self._is_broken = file is None
+        self._is_over = False
 
     def add(self, shown: Shown, every_s: float) -> None:
         with self._lock:
@@ -64,6 +67,8 @@ class Screen:
 
     def remove(self, shown: Shown, last: str) -> None:
         """Take a progress off and leave its last line behind."""
+        if self._is_over:
+            return  # a loop left open, closed by the interpreter's end: the lock may be held by a thread that is gone
         with self._lock:
             self._shown.remove(shown)
             self._draw([last], leaving=(shown,))
@@ -72,10 +77,15 @@ class Screen:
                 self._thread = None
 
     def stop(self) -> None:
-        """No more drawing, whoever is still shown: the interpreter ends."""
-        with self._lock:
-            self._stopping.set()
-            self._is_broken = True
+        """No more drawing, whoever is still shown: the interpreter ends.
+
+        The thread has to be gone before: one that is caught by the end keeps its lock for ever, and one caught inside a
+        write ends the interpreter with a fatal error. The lock is not asked for, a write may hold it without end.
+        """
+        self._is_over = self._is_broken = True
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(EXIT_WAIT_S)
 
     @property
     def is_empty(self) -> bool:
@@ -157,7 +167,6 @@ def show(shown: Shown, file: Any, live: bool | None, every_s: float) -> Screen:
 
 
 def _stop_all() -> None:
-    # A thread that is caught inside a write while the interpreter shuts down would end it with a fatal error.
     for screen in list(_screens.values()):
         screen.stop()
 
