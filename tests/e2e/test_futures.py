@@ -342,7 +342,8 @@ def test_cancelling_a_submission_that_gets_no_answer_gives_the_turn_on(
 
 
 def test_status_tells_the_life_of_an_operation(service: ScriptedService, training: tinkex.TrainingClient) -> None:
-    service.script.on("optim_step", nth=1, do=[Pending("paused_capacity", "no room"), Work(0.2)])
+    service.script.on("optim_step", nth=1, do=[Pending("paused_capacity", "no room"), Work(0.6)])
+    service.script.on("forward_backward", nth=1, do=Delay(0.1))  # else it may be accepted before anybody looks
     first, queued = training.optim_step(step()), training.forward_backward([datum()], "cross_entropy")
     assert queued.status().state in ("queued", "submitting")
     wait_for_polls(service, 3)  # one of them is the queued operation's
