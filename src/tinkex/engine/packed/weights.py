@@ -1,14 +1,17 @@
 """What of a model the packed runner computes with: its layers' weights, those that share an input in one matrix.
 
-Which models that can be is said here too. Nothing is copied for good: the module's own parameters become views.
+Which models that can be is said here too. Nothing is held twice: the module's own parameters become views. Weights that
+lie in a row in a mapped file, as gate and up do by their names, are used where they are.
 
 Axes: D model width, O out, F width of the MLP, V vocabulary, H query heads, K key heads, W width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -144,7 +147,7 @@ def _group(names: Mapping[int, str], *parts: Any) -> Group:
     weight_OD = parts[0].weight.detach()
     bias_O = None if parts[0].bias is None else parts[0].bias.detach()
     if len(parts) > 1:
-        weight_OD = torch.cat([part.weight.detach() for part in parts])
+        weight_OD = _below_each_other([part.weight.detach() for part in parts])
         bias_O = None if bias_O is None else torch.cat([part.bias.detach() for part in parts])
     places, at = {}, 0
     for part in parts:
@@ -154,3 +157,12 @@ def _group(names: Mapping[int, str], *parts: Any) -> Group:
             part.bias.data = bias_O[place]
         at = place.stop
     return Group(weight_OD, bias_O, places)
+
+
+def _below_each_other(weights: Sequence[Tensor]) -> Tensor:
+    """Matrices of one width as one: a view if they follow each other in memory, else a copy."""
+    if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(weights)):
+        return torch.cat(list(weights))
+    memory = (ctypes.c_char * sum(one.nbytes for one in weights)).from_address(weights[0].data_ptr())
+    memory.owners = list(weights)  # type: ignore[attr-defined]  # they hold the mapping; the tensor holds the memory
+    return torch.frombuffer(memory, dtype=weights[0].dtype).view(-1, weights[0].shape[1])
