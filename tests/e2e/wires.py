@@ -67,10 +67,11 @@ class _Threaded:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _settle(self) -> None:
-        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+        # More than once: a connection that was accepted at the last moment has its task only now.
+        while rest := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
 
     async def _open(self) -> None: ...
 
