@@ -32,6 +32,7 @@ from tinkex.engine.sample import Sampler  # noqa: E402
 from tinkex.engine.train import Trainer  # noqa: E402
 
 SHOWN = 12
+KERNELS = ("linear", "attend", "norm", "norm_back", "turn", "gate", "gate_back", "deltas_forward", "deltas_backward")
 STEPS = 16
 
 
@@ -82,7 +83,7 @@ def named(name: str, own: Callable[..., object]) -> Callable[..., object]:
 
 def main() -> None:
     found = kernels.find()
-    for name in ("linear", "norm", "gate", "attend") if found is not None else ():
+    for name in KERNELS if found is not None else ():
         setattr(found, f"_{name}", named(name, getattr(found, f"_{name}")))
     torch.set_num_threads(child.usable_cores())
     loaded = model.load(models.resolve(MODEL, CACHE), torch.device("cpu"), torch.float32)

@@ -1,6 +1,6 @@
-"""Builds `engine/packed/kernels.c` for x86-64 Linux, with gcc: `python scripts/make_kernels.py`.
+"""Builds the kernels of `engine/packed` for x86-64 Linux, with gcc: `python scripts/make_kernels.py`.
 
-What it writes is part of the package: users need no compiler. The library carries the digest of its source and of this
+What it writes is part of the package: users need no compiler. The library carries the digest of its sources and of this
 file, so that a test notices when one was changed without the other; with the same gcc another build has the same bytes.
 """
 
@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 PLACE = Path(__file__).resolve().parent.parent / "src" / "tinkex" / "engine" / "packed"
-SOURCE = PLACE / "kernels.c"
+SOURCES = [PLACE / name for name in ("kernels_step.c", "kernels_between.c", "kernels_deltas.c")]
+HEADER = PLACE / "kernels.h"
 TARGET = PLACE / "kernels_x86_64_linux.lib"
 """Not `.so`: whoever walks through the package would take that for a module of Python."""
 
@@ -30,16 +31,18 @@ VARIANTS = {
 
 
 def digest() -> str:
-    return hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    files = [*SOURCES, HEADER, Path(__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def main(target: Path = TARGET) -> None:
     with tempfile.TemporaryDirectory() as folder:
         parts = []
-        for name, flags in VARIANTS.items():
-            parts.append(f"{folder}/{name}.o")
-            given = [f"-DVARIANT={name}", f'-DDIGEST="{digest()}"', "-c", str(SOURCE), "-o", parts[-1]]
-            subprocess.run(["gcc", *FLAGS, *flags, *given], check=True)
+        for source in SOURCES:
+            for name, flags in VARIANTS.items():
+                parts.append(f"{folder}/{source.stem}_{name}.o")
+                given = [f"-DVARIANT={name}", f'-DDIGEST="{digest()}"', "-c", str(source), "-o", parts[-1]]
+                subprocess.run(["gcc", *FLAGS, *flags, *given], check=True)
         # No start-up files and no library: what it calls is handed to it, so it loads beside any libc.
         words = ["gcc", "-shared", "-nostdlib", "-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", "-Wl,--no-undefined"]
         subprocess.run([*words, *parts, "-o", str(target)], check=True)

@@ -69,8 +69,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     pages = {name.suffix for name in package if name.parts[1:3] == ("server", "console")}
     assert pages == {".html", ".css", ".js", ".svg"}
     rest = [name for name in package if name.parts[1:3] != ("server", "console")]
-    assert {name.suffix for name in rest} == {".py", ".proto", ".typed", ".c", ".lib"}, "a note or a table came along"
-    assert [name.name for name in rest if name.suffix in (".c", ".lib")] == ["kernels.c", "kernels_x86_64_linux.lib"]
+    assert {name.suffix for name in rest} == {".py", ".proto", ".typed", ".c", ".h", ".lib"}, (
+        "a note or a table came along"
+    )
+    assert {name.name for name in rest if name.suffix in (".c", ".h", ".lib")} == {
+        *("kernels.h", "kernels_step.c", "kernels_between.c", "kernels_deltas.c", "kernels_x86_64_linux.lib")
+    }
     tests = [name for name in package if name.name.startswith(("test_", "conftest")) or name.stem.endswith("_test")]
     assert not tests
 

@@ -11,6 +11,7 @@ import logging
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -248,8 +249,8 @@ def test_kernels_that_give_wrong_numbers_are_not_used(
     right = answer(tiny, spec([1, 2, 3], max_tokens=5, seed=1))
     own = found._gate
 
-    def wrong(gate_up: int, y: int, rows: int, width: int) -> None:
-        own(gate_up, y, rows, width)
+    def wrong(gate_up: int, y: int, *sizes: int) -> None:
+        own(gate_up, y, *sizes)
         ctypes.cast(y, ctypes.POINTER(ctypes.c_float))[0] += 1.0
 
     monkeypatch.setattr(found, "_gate", wrong)
@@ -257,10 +258,6 @@ def test_kernels_that_give_wrong_numbers_are_not_used(
         again = answer(tiny, spec([1, 2, 3], max_tokens=5, seed=1))
     assert "wrong numbers" in caplog.text
     assert again.sequences[0].tokens == right.sequences[0].tokens
-
-
-def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "find", lambda variant="auto": None)
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -282,11 +279,12 @@ def test_every_family_samples_the_same_with_kernels_and_without(
         asked[3 + number] = spec([3, 5, 7, number], weights=place, **options)
         asked[6 + number] = spec([5, 7, number], weights=place, **options)
     monkeypatch.setattr(kernels, "find", lambda variant="auto": found)
+    model.packed = None  # chosen anew, with these
     weights = packed_weights(model)
-    assert weights is not None and isinstance(steps_for(weights, kernels.find()), KernelSteps)
+    assert weights is not None and weights.kernels is found and isinstance(steps_for(weights), KernelSteps)
     with_kernels = finish(sampler(model), asked)
-    without(monkeypatch)
-    assert isinstance(steps_for(weights, kernels.find()), TorchSteps)
+    model.packed = replace(weights, kernels=None)
+    assert isinstance(steps_for(model.packed), TorchSteps)
     plain = finish(sampler(model), asked)
     for number in asked:
         for one, other in zip(sampled(with_kernels, number).sequences, sampled(plain, number).sequences, strict=True):

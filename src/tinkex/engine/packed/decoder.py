@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,11 +20,9 @@ from torch import Tensor
 
 from tinkex.engine.decoder import Acting, Next, Reading, segments_of
 from tinkex.engine.kv_cache import RowCache, RowLayer
-from tinkex.engine.packed import formats, gemm, kernels
-from tinkex.engine.packed import layer as layers
+from tinkex.engine.packed import between, formats, gemm
 from tinkex.engine.packed.deltas import Deltas
 from tinkex.engine.packed.formats import Linear
-from tinkex.engine.packed.kernels import Kernels
 from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.packed.stacks import Stacks
 from tinkex.engine.packed.steps import steps_for
@@ -50,12 +49,12 @@ class PackedDecoder:
         self._kind = kind
         self._linears: list[Linear] = []
         """Four of every layer, then the unembedding, which is never rounded. Made when the first step needs them."""
-        self._use(kernels.find())
+        self._arrange()
 
-    def _use(self, found: Kernels | None) -> None:
+    def _arrange(self) -> None:
         weights = self._weights
-        self._kernels = found
-        self._steps = steps_for(weights, found)
+        found = weights.kernels
+        self._steps = steps_for(weights)
         places = [group.places for layer in weights.layers for group in layer.groups]
         widths = [group.weight_OD.shape[1] for layer in weights.layers for group in layer.groups]
         self._stacks = Stacks(places, widths, found)
@@ -66,29 +65,29 @@ class PackedDecoder:
     # Prompts
 
     def read(self, readings: Sequence[Reading]) -> list[Tensor]:
+        linears: Sequence[Linear | None] = self._packed()  # first: it decides whether there are kernels
         weights = self._weights
         order = _order(readings)
         readings = [readings[number] for number in order]
         lengths = [len(reading.tokens) for reading in readings]
-        deltas = Deltas(segments_of([one.weights for one in readings for _ in one.tokens]), sum(lengths))
+        segments = segments_of([one.weights for one in readings for _ in one.tokens])
+        deltas = Deltas(segments, sum(lengths), found=weights.kernels)
         looks = _looks(readings)
         positions_N = torch.cat([torch.arange(one.at, one.at + len(one.tokens)) for one in readings])
         cos_N1W, sin_N1W = weights.angles(positions_N)
         x_ND = weights.embedded(torch.tensor([token for reading in readings for token in reading.tokens]))
-        linears: Sequence[Linear | None] = self._packed()
         for number, layer in enumerate(weights.layers):
             is_exact = self._kind == "float32"
             qkv, out, gate_up, down = linears[4 * number : 4 * number + 4] if is_exact else (None,) * 4
-            normed_ND, _ = layers.norm(x_ND, layer.norm_in_D, weights.eps)
-            qkv_NO = deltas.forward(layer.qkv, normed_ND, qkv)
-            layers.norm_heads(weights, layer, qkv_NO)
-            layers.rotate(weights, qkv_NO, cos_N1W, sin_N1W)
+            qkv_NO = deltas.forward(layer.qkv, between.norm(weights, x_ND, layer.norm_in_D), qkv)
+            between.norm_heads(weights, layer, qkv_NO)
+            between.rotate(weights, qkv_NO, cos_N1W, sin_N1W)
             gathered_NO = torch.cat([self._look_back(look, number, qkv_NO[look.tokens]) for look in looks])
             middle_ND = deltas.forward(layer.out, gathered_NO, out).add_(x_ND)
-            normed_ND, _ = layers.norm(middle_ND, layer.norm_mlp_D, weights.eps)
-            inner_NF = layers.activate(weights, deltas.forward(layer.gate_up, normed_ND, gate_up))
+            normed_ND = between.norm(weights, middle_ND, layer.norm_mlp_D)
+            inner_NF = between.activate(weights, deltas.forward(layer.gate_up, normed_ND, gate_up))
             x_ND = deltas.forward(layer.down, inner_NF, down).add_(middle_ND)
-        hidden_ND, _ = layers.norm(x_ND, weights.norm_D, weights.eps)
+        hidden_ND = between.norm(weights, x_ND, weights.norm_D)
         found = dict(zip(order, torch.split(hidden_ND, lengths), strict=True))
         return [found[number] for number in range(len(order))]
 
@@ -121,13 +120,13 @@ class PackedDecoder:
         shared = _shared(rows)
         x_BD = weights.embedded(torch.tensor([row.token for row in rows]))
         for number, layer in enumerate(weights.layers):
-            qkv_BO = self._linear(linears, 4 * number, steps.norm(x_BD, layer.norm_in_D))
-            layers.norm_heads(weights, layer, qkv_BO)
+            qkv_BO = self._linear(linears, 4 * number, between.norm(weights, x_BD, layer.norm_in_D))
+            between.norm_heads(weights, layer, qkv_BO)
             gathered_BO = self._gather(cache, number, qkv_BO, shared)
             x_BD = self._linear(linears, 4 * number + 1, gathered_BO, x_BD)
-            gate_up_BF = self._linear(linears, 4 * number + 2, steps.norm(x_BD, layer.norm_mlp_D))
-            x_BD = self._linear(linears, 4 * number + 3, steps.activate(gate_up_BF), x_BD)
-        return steps.norm(x_BD, weights.norm_D)
+            gate_up_BF = self._linear(linears, 4 * number + 2, between.norm(weights, x_BD, layer.norm_mlp_D))
+            x_BD = self._linear(linears, 4 * number + 3, between.activate(weights, gate_up_BF), x_BD)
+        return between.norm(weights, x_BD, weights.norm_D)
 
     def logits(self, hidden_ND: Tensor, acting: Acting) -> Tensor:
         if hidden_ND.shape[0] <= gemm.PACKED_UP_TO:
@@ -181,24 +180,27 @@ class PackedDecoder:
     def _packed(self) -> list[Linear]:
         if not self._linears:
             linears = self._laid_out()
-            if self._kernels is not None and self._kind == "float32" and not self._is_right(linears):
+            if self._weights.kernels is not None and self._kind == "float32" and not self._is_right(linears):
                 logger.warning("The shipped kernels give wrong numbers here: sampling goes on without them, slower.")
-                self._use(None)
+                self._weights = replace(self._weights, kernels=None)
+                self._arrange()
                 linears = self._laid_out()
             self._linears = linears
         return self._linears
 
     def _laid_out(self) -> list[Linear]:
         groups = [group for layer in self._weights.layers for group in layer.groups]
-        linears = [formats.linear_for(self._kind, group.weight_OD, group.bias_O, self._kernels) for group in groups]
-        return [*linears, gemm.Packed(self._weights.head_VD, None, self._kernels)]
+        linears = [
+            formats.linear_for(self._kind, group.weight_OD, group.bias_O, self._weights.kernels) for group in groups
+        ]
+        return [*linears, gemm.Packed(self._weights.head_VD, None, self._weights.kernels)]
 
     def _is_right(self, linears: Sequence[Linear]) -> bool:
         """Whether steps find what a whole pass finds: the kernels were built elsewhere."""
         tokens_T, cache = torch.arange(PROVED) * 997 % len(self._weights.head_VD), RowCache()
         rows = [Next(token, at, at, None) for at, token in enumerate(tokens_T.tolist())]
         found = [self._step(linears, cache, [row]) for row in rows]
-        own_TD = PackedRunner(self._weights).hidden(tokens_T)
+        own_TD = PackedRunner(replace(self._weights, kernels=None)).hidden(tokens_T)
         return float((torch.cat(found) - own_TD).abs().max()) <= TOLERANCE * float(own_TD.abs().max())
 
 

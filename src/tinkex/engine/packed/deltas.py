@@ -2,7 +2,7 @@
 
 One adapter alone on many tokens is merged into the weight of the layer at hand: its forward part is then free, and
 what flows back goes through the merged weight. Several adapters, or few tokens, take the low-rank way beside the base
-product; tokens are sorted by adapter. Short ones of one length go together (`bundles`).
+product; tokens are sorted by adapter. The thin products are the kernels' where there are such, else torch's.
 
 Per site: y += s·U·Bᵀ with U = x·Aᵀ; backward dU = s·dy·B, dA += dUᵀ·x, dB += s·dyᵀ·U, dx += dU·A.
 
@@ -11,6 +11,7 @@ Axes: N tokens, T those of one adapter, R rank, D in, O out.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from tinkex.engine.lora import LoraWeights, Segment
 from tinkex.engine.packed import gemm
-from tinkex.engine.packed.bundles import bundles_of
 from tinkex.engine.packed.formats import Linear
+from tinkex.engine.packed.kernels import Act, Acts, Kernels
 from tinkex.engine.packed.weights import Group
 
 MERGE_FROM = 384
 """Tokens from which merging pays: it reads and writes every weight once, whatever their number."""
+THIN = 128
+"""Ranks up to which the kernels are used: they are three times as fast as torch at 8, and equal here."""
 
 
 class Part(NamedTuple):
@@ -42,12 +45,14 @@ def parts_of(weights: LoraWeights, group: Group) -> list[Part]:
 class Deltas:
     """The adapters of one pack: tokens of no segment are the base model's, the first `graded` take part backward."""
 
-    def __init__(self, segments: Sequence[Segment], count: int, graded: int = 0) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], count: int, graded: int = 0, *, found: Kernels | None = None
+    ) -> None:
         """`count`: tokens in all."""
-        self._bundles, self._segments = bundles_of(segments, keeps=graded == count)
-        self._graded_bundles, self._graded = self._bundles, self._segments
-        if graded < count:
-            self._graded_bundles, self._graded = bundles_of([one for one in segments if one.stop <= graded])
+        self._segments = segments
+        self._graded = [one for one in segments if one.stop <= graded]
+        is_thin = all(one.weights.spec.rank <= THIN for one in segments)
+        self._kernels = found if is_thin else None
         self._alone: LoraWeights | None = None
         if len(segments) == 1 and segments[0].start == 0 and segments[0].stop == count >= MERGE_FROM:
             self._alone = segments[0].weights
@@ -57,8 +62,12 @@ class Deltas:
         if self._alone is not None:
             return gemm.linear(x_ND, self._merged(self._alone, group), group.bias_O)
         y_NO = gemm.linear(x_ND, group.weight_OD, group.bias_O) if packed is None else packed(x_ND)
-        for bundle in self._bundles:
-            bundle.forward(group, x_ND, y_NO)
+        if self._kernels is not None:
+            job = Job(group, self._segments, x_ND)
+            if job.count:
+                job.acts.y, job.acts.out = y_NO.data_ptr(), y_NO.shape[1]
+                self._kernels.deltas_forward(job.acts)
+            return y_NO
         for weights, start, stop in self._segments:
             parts = parts_of(weights, group)
             if parts:
@@ -68,17 +77,21 @@ class Deltas:
 
     def backward(self, group: Group, x_ND: Tensor, dy_NO: Tensor, *, needs_dx: bool = True) -> Tensor:
         """Adds to the adapters' gradients; returns dx (empty if nobody needs it)."""
-        if self._alone is not None:
-            _gradients(self._alone, parts_of(self._alone, group), x_ND, dy_NO)
-            return gemm.backward(dy_NO, self._merged(self._alone, group)) if needs_dx else x_ND[:0]
-        dx_ND = gemm.backward(dy_NO, group.weight_OD) if needs_dx else x_ND[:0]
-        for bundle in self._graded_bundles:
-            bundle.backward(group, x_ND, dy_NO, dx_ND if needs_dx else None)
+        weight_OD = group.weight_OD if self._alone is None else self._merged(self._alone, group)
+        dx_ND = gemm.backward(dy_NO, weight_OD) if needs_dx else x_ND[:0]
+        adds_dx = needs_dx and self._alone is None  # a merged weight has handed it back already
+        if self._kernels is not None:
+            job = Job(group, self._graded, x_ND)
+            if job.count:
+                job.acts.dy, job.acts.out = dy_NO.data_ptr(), dy_NO.shape[1]
+                job.acts.y = dx_ND.data_ptr() if adds_dx else None
+                self._kernels.deltas_backward(job.acts)
+            return dx_ND
         for weights, start, stop in self._graded:
             parts = parts_of(weights, group)
             if parts:
                 low_TR, a_RD = _gradients(weights, parts, x_ND[start:stop], dy_NO[start:stop])
-                if needs_dx:
+                if adds_dx:
                     dx_ND[start:stop].addmm_(low_TR, a_RD)
         return dx_ND
 
@@ -91,6 +104,38 @@ class Deltas:
         for part in parts:
             merged_OD[part.place].addmm_(part.b_OR, part.a_RD, alpha=weights.spec.scale)
         return merged_OD
+
+
+class Job:
+    """What the kernels are told of some adapters and a group; holds the memory that they use."""
+
+    def __init__(self, group: Group, segments: Sequence[Segment], x_ND: Tensor) -> None:
+        table: list[Act] = []
+        ranks = turned = 0
+        for weights, start, stop in segments:
+            rank, low = weights.spec.rank, 0
+            for place, a_RD, b_OR in parts_of(weights, group):
+                columns = place.stop - place.start
+                pointers = [None if one is None else one.data_ptr() for one in (a_RD, b_OR, a_RD.grad, b_OR.grad)]
+                table.append(Act(*pointers, start, stop, place.start, columns, rank, low, turned, weights.spec.scale))
+                low += rank
+                turned += rank * columns
+            ranks = max(ranks, low)
+        self.count = len(table)
+        self._table = (Act * self.count)(*table)
+        rows, width = x_ND.shape
+        self._low_2NR, self._turned = torch.empty(2, rows, ranks), torch.empty(turned)
+        self.acts = Acts(
+            x=x_ND.data_ptr(),
+            low=self._low_2NR[0].data_ptr(),
+            back=self._low_2NR[1].data_ptr(),
+            turned=self._turned.data_ptr(),
+            acts=ctypes.addressof(self._table),
+            count=self.count,
+            rows=rows,
+            width=width,
+            ranks=ranks,
+        )
 
 
 def _down(x_TD: Tensor, parts: Sequence[Part]) -> Tensor:
@@ -107,8 +152,6 @@ def _up(y_TO: Tensor, low_TR: Tensor, parts: Sequence[Part]) -> None:
 
 def _gradients(weights: LoraWeights, parts: Sequence[Part], x_TD: Tensor, dy_TO: Tensor) -> tuple[Tensor, Tensor]:
     """Adds dA and dB; returns dU and A of all sites, whose product is what flows back."""
-    if not parts:
-        return x_TD[:, :0], x_TD[:0]
     scale, rank = weights.spec.scale, parts[0].a_RD.shape[0]
     a_RD = parts[0].a_RD if len(parts) == 1 else torch.cat([part.a_RD for part in parts])
     low_TR = x_TD @ a_RD.t()

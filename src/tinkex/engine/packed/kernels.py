@@ -1,9 +1,9 @@
-"""The shipped kernels (`kernels.c`), where they can be used: x86-64 Linux with AVX2 or AVX-512.
+"""The shipped kernels (`kernels_*.c`), where they can be used: x86-64 Linux with AVX2 or AVX-512.
 
 They run on the threads of the OpenMP that torch has loaded: a second pool would fight the first for the cores. Which
 variant runs is decided by the processor alone, so a restart gives the same bits.
 
-Axes: B rows, D in, O out, H query heads, K key heads, W width of a head, T columns of a cache, F width of the MLP.
+Axes: B or N rows, D in, O out, H query heads, K key heads, W width of a head, T columns of a cache, F width of the MLP.
 """
 
 from __future__ import annotations
@@ -46,6 +46,25 @@ class Adapters(ctypes.Structure):
     )
 
 
+class Act(ctypes.Structure):
+    """`struct act` of the source: one site of one adapter on some rows."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("a", "b", "da", "db")),
+        *((name, c_long) for name in ("start", "stop", "first", "columns", "rank", "low", "turned")),
+        ("scale", c_float),
+    )
+
+
+class Acts(ctypes.Structure):
+    """`struct deltas` of the source: what all adapters of a pass do to one group of layers."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "dy", "y", "low", "back", "turned", "acts")),
+        *((name, c_long) for name in ("count", "rows", "width", "out", "ranks")),
+    )
+
+
 class Kernels:
     """One variant of the library. Tensors are float32 and contiguous: who calls sees to that."""
 
@@ -63,10 +82,15 @@ class Kernels:
         threads = [ctypes.cast(getattr(openmp, name), c_void_p) for name in OPENMP]
         found("use_threads", c_void_p, c_void_p, c_void_p)(*threads)
         self._linear = found("linear", *[c_void_p] * 5, *[c_long] * 3, POINTER(Adapters), c_long)
-        self._norm = found("norm", c_void_p, c_void_p, c_float, c_void_p, c_long, c_long)
-        self._gate = found("gate", c_void_p, c_void_p, c_long, c_long)
+        self._norm = found("norm", *[c_void_p] * 2, c_float, c_void_p, *[c_long] * 3)
+        self._norm_back = found("norm_back", *[c_void_p] * 2, c_float, *[c_void_p] * 3, *[c_long] * 3)
+        self._turn = found("turn", *[c_void_p] * 3, c_float, *[c_long] * 5)
+        self._gate = found("gate", *[c_void_p] * 2, *[c_long] * 3)
+        self._gate_back = found("gate_back", *[c_void_p] * 3, *[c_long] * 3)
         self._attend = found("attend", POINTER(Attention), c_long)
         self._adapt = found("adapt", POINTER(Adapters), c_long)
+        self._deltas_forward = found("deltas_forward", POINTER(Acts), c_long)
+        self._deltas_backward = found("deltas_backward", POINTER(Acts), c_long)
 
     def in_panels(self, weight_OD: Tensor) -> Tensor:
         """A weight as `linear` reads it [panels, D, panel]."""
@@ -98,17 +122,42 @@ class Kernels:
         self._linear(x, panels.data_ptr(), bias, onto, y, rows, out, width, acting, torch.get_num_threads())
         return y_BO
 
-    def norm(self, x_BD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        y_BD = torch.empty_like(x_BD)
-        self._norm(x_BD.data_ptr(), weight_D.data_ptr(), eps, y_BD.data_ptr(), *x_BD.shape)
-        return y_BD
+    def norm(self, x_ND: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+        y_ND = torch.empty_like(x_ND)
+        self._norm(x_ND.data_ptr(), gain_D.data_ptr(), eps, y_ND.data_ptr(), *x_ND.shape, _threads(x_ND))
+        return y_ND
 
-    def gate(self, gate_up_BF: Tensor) -> Tensor:
+    def norm_backward(self, x_ND: Tensor, gain_D: Tensor, eps: float, dy_ND: Tensor, onto_ND: Tensor | None) -> Tensor:
+        """In place of `dy_ND`."""
+        dy, onto = dy_ND.data_ptr(), None if onto_ND is None else onto_ND.data_ptr()
+        self._norm_back(x_ND.data_ptr(), gain_D.data_ptr(), eps, dy, onto, dy, *x_ND.shape, _threads(x_ND))
+        return dy_ND
+
+    def rotate(
+        self, qkv_NO: Tensor, cos_N1W: Tensor, sin_N1W: Tensor, heads: int, width: int, *, is_back: bool
+    ) -> None:
+        rows, stride = qkv_NO.shape
+        given = qkv_NO.data_ptr(), cos_N1W.data_ptr(), sin_N1W.data_ptr(), -1.0 if is_back else 1.0
+        self._turn(*given, rows, heads, width, stride, _threads(qkv_NO))
+
+    def gate(self, gate_up_NF: Tensor) -> Tensor:
         """silu(gate)·up."""
-        rows, width = gate_up_BF.shape[0], gate_up_BF.shape[1] // 2
-        y_BF = torch.empty(rows, width)
-        self._gate(gate_up_BF.data_ptr(), y_BF.data_ptr(), rows, width)
-        return y_BF
+        rows, width = gate_up_NF.shape[0], gate_up_NF.shape[1] // 2
+        y_NF = torch.empty(rows, width)
+        self._gate(gate_up_NF.data_ptr(), y_NF.data_ptr(), rows, width, _threads(gate_up_NF))
+        return y_NF
+
+    def gate_backward(self, gate_up_NF: Tensor, dy_NF: Tensor) -> Tensor:
+        dgate_up_NF = torch.empty_like(gate_up_NF)
+        given = gate_up_NF.data_ptr(), dy_NF.data_ptr(), dgate_up_NF.data_ptr()
+        self._gate_back(*given, *dy_NF.shape, _threads(gate_up_NF))
+        return dgate_up_NF
+
+    def deltas_forward(self, job: Acts) -> None:
+        self._deltas_forward(byref(job), torch.get_num_threads())
+
+    def deltas_backward(self, job: Acts) -> None:
+        self._deltas_backward(byref(job), torch.get_num_threads())
 
     def takes_heads(self, width: int) -> bool:
         return width % self.lanes == 0 and width <= self._widest
@@ -123,6 +172,14 @@ class Kernels:
         """Add the adapters' part alone."""
         adapters.x, adapters.y = x_BD.data_ptr(), y_BO.data_ptr()
         self._adapt(byref(adapters), torch.get_num_threads())
+
+
+ALONE = 1 << 15
+"""Numbers up to which one thread has done its work before others are awake."""
+
+
+def _threads(x: Tensor) -> int:
+    return 1 if x.numel() <= ALONE else torch.get_num_threads()
 
 
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -140,7 +197,7 @@ def find(variant: str = "auto") -> Kernels | None:
     try:
         return Kernels(ctypes.CDLL(str(LIBRARY)), _openmp(), chosen[0])
     except (OSError, AttributeError, ValueError) as problem:
-        logger.warning("The shipped kernels cannot be used (%s): sampling is slower without them.", problem)
+        logger.warning("The shipped kernels cannot be used (%s): all is slower without them.", problem)
         return None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.lora import Segment
+from tinkex.engine.packed import between
 from tinkex.engine.packed import layer as layers
 from tinkex.engine.packed.attention import Run, runs_of
 from tinkex.engine.packed.deltas import Deltas
@@ -45,7 +46,7 @@ class PackedRunner:
         pack = Pack(Deltas((), len(tokens_T)), runs_of([len(tokens_T)]), *weights.angles(torch.arange(len(tokens_T))))
         for layer in weights.layers:
             x_TD, _ = layers.forward(weights, layer, pack, x_TD)
-        return layers.norm(x_TD, weights.norm_D, weights.eps)[0]
+        return between.norm(weights, x_TD, weights.norm_D)
 
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
         """Yields between layers and between chunks of the unembedding."""
@@ -73,10 +74,10 @@ class PackedRunner:
                 kept.append(_cut(found, pack.runs, graded) if number < whole else before_ND[:graded])
             del found, before_ND
             yield
-        hidden_ND, rstd_N1 = layers.norm(x_ND, weights.norm_D, weights.eps)
+        hidden_ND = between.norm(weights, x_ND, weights.norm_D)
         d_ND = yield from score(self._head, items, hidden_ND, graded)
         if graded:
-            d_ND = layers.norm_backward(x_ND[:graded], rstd_N1[:graded], weights.norm_D, d_ND)
+            d_ND = between.norm_backward(weights, x_ND[:graded], weights.norm_D, d_ND, None)
             if hidden_ND.shape[0] > graded:
                 pack = _pack(weights, items, graded, graded)
             del x_ND, hidden_ND
@@ -125,7 +126,7 @@ def _pack(weights: Weights, items: Sequence[Item], graded: int, stop: int | None
         lengths.append(item.length)
         at += item.length
     cos_N1W, sin_N1W = weights.angles(torch.cat([torch.arange(length) for length in lengths]))
-    return Pack(Deltas(segments, at, graded), _runs(lengths, graded), cos_N1W, sin_N1W)
+    return Pack(Deltas(segments, at, graded, found=weights.kernels), _runs(lengths, graded), cos_N1W, sin_N1W)
 
 
 def _runs(lengths: Sequence[int], graded: int) -> list[Run]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.lora import LoraWeights
-from tinkex.engine.packed.bundles import stacked_down, stacked_up
 from tinkex.engine.packed.kernels import Adapters, Kernels
 
 FEW_RANKS = 256
@@ -159,6 +158,23 @@ class Stacks:
             down_GSD, up_GSO = _filled_up(of, used, sites, rank, width)
         down = down_GSD if self._kernels is not None else down_GSD.transpose(1, 2).contiguous()
         return Stacked(down, up_GSO, torch.tensor([(sites[site].start, sites[site].stop) for site in used]), rank)
+
+
+def stacked_down(weights: Sequence[LoraWeights], sites: Sequence[str]) -> Tensor:
+    """The A of adapters of one rank [G, S, D]."""
+    down_ND = torch.cat([one.pairs[site][0].detach() for one in weights for site in sites])
+    return down_ND.view(len(weights), -1, down_ND.shape[1])
+
+
+def stacked_up(weights: Sequence[LoraWeights], sites: Sequence[str], places: Mapping[str, slice]) -> Tensor:
+    """Their B, with the scale [G, S, O]. `places` has all sites of the group."""
+    spec = weights[0].spec
+    up_GSO = torch.zeros(len(weights), len(sites) * spec.rank, max(place.stop for place in places.values()))
+    for number, site in enumerate(sites):
+        rows = slice(number * spec.rank, (number + 1) * spec.rank)
+        up_GOR = torch.stack([one.pairs[site][1].detach() for one in weights])
+        torch.mul(up_GOR.transpose(1, 2), spec.scale, out=up_GSO[:, rows, places[site]])
+    return up_GSO
 
 
 def _filled_up(

@@ -1,4 +1,4 @@
-"""What a decode step does between its products, two ways: by the shipped kernels, or by torch.
+"""Attention of a decode step to the cache, two ways: by the shipped kernels, or by torch.
 
 Axes: B rows, D model width, O out, F width of the MLP, K key heads, G query heads of each, W width of a head, T columns
 of the cache, N rows times key heads.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinkex.engine.decoder import Next
 from tinkex.engine.kv_cache import RowLayer, padding_mask
-from tinkex.engine.packed import layer as layers
+from tinkex.engine.packed import between
 from tinkex.engine.packed.kernels import Attention, Kernels
 from tinkex.engine.packed.weights import Weights
 
@@ -33,15 +33,12 @@ class Steps(Protocol):
     def begin(self, rows: Sequence[Next], width: int) -> None:
         """Before the first layer of a step: where rows stand in a cache that has `width` columns with this one."""
 
-    def norm(self, x_BD: Tensor, weight_D: Tensor) -> Tensor: ...
-
-    def activate(self, gate_up_BF: Tensor) -> Tensor: ...
-
     def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
         """Turn queries and keys, put keys and values into the cache, and look at all that a row has there."""
 
 
-def steps_for(weights: Weights, found: Kernels | None) -> Steps:
+def steps_for(weights: Weights) -> Steps:
+    found = weights.kernels
     if found is None or not found.takes_heads(weights.head_width):
         return TorchSteps(weights)
     return KernelSteps(weights, found)
@@ -60,15 +57,9 @@ class TorchSteps:
             mask_B1T = torch.zeros(mask_BT.shape).masked_fill_(~mask_BT, -torch.inf)[:, None]
             self._mask_N1T = mask_B1T.repeat_interleave(self._weights.key_heads, 0)
 
-    def norm(self, x_BD: Tensor, weight_D: Tensor) -> Tensor:
-        return layers.norm(x_BD, weight_D, self._weights.eps)[0]
-
-    def activate(self, gate_up_BF: Tensor) -> Tensor:
-        return layers.activate(self._weights, gate_up_BF)
-
     def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
         weights = self._weights
-        layers.rotate(weights, qkv_BO, *self._angles)
+        between.rotate(weights, qkv_BO, *self._angles)
         heads, keys = weights.heads, weights.key_heads
         parts_BHW = qkv_BO.view(-1, heads + 2 * keys, weights.head_width)
         q_BHW, k_BKW, v_BKW = torch.split(parts_BHW, [heads, keys, keys], 1)
@@ -87,8 +78,6 @@ class KernelSteps:
 
     def __init__(self, weights: Weights, found: Kernels) -> None:
         self._weights, self._kernels = weights, found
-        width = weights.layers[0].gate_up.weight_OD.shape[0] // 2
-        self._has_gate = not weights.is_gelu and found.takes_gates(width)
         self._shape = (-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
 
     def begin(self, rows: Sequence[Next], width: int) -> None:
@@ -109,12 +98,6 @@ class KernelSteps:
             width=weights.head_width,
             scale=weights.scale,
         )
-
-    def norm(self, x_BD: Tensor, weight_D: Tensor) -> Tensor:
-        return self._kernels.norm(x_BD, weight_D, self._weights.eps)
-
-    def activate(self, gate_up_BF: Tensor) -> Tensor:
-        return self._kernels.gate(gate_up_BF) if self._has_gate else layers.activate(self._weights, gate_up_BF)
 
     def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
         weights, job = self._weights, self._job

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkex.engine.packed.kernels import Kernels
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")
 """Those whose angles do not depend on how long a text is."""
@@ -61,6 +63,8 @@ class Weights:
     head_width: int
     is_gelu: bool
     rotary: Any
+    kernels: Kernels | None
+    """For whatever they can do; torch does the rest."""
 
     @property
     def scale(self) -> float:
@@ -100,8 +104,8 @@ def why_not(module: Any, device: torch.device) -> str:
     return ""
 
 
-def fuse(module: Any) -> Weights:
-    """Lay a model's weights out. Its own parameters are views of them afterwards."""
+def fuse(module: Any, found: Kernels | None = None) -> Weights:
+    """Lay a model's weights out. Its own parameters are views of them afterwards. `found`: kernels to compute with."""
     config = module.config.get_text_config()
     names = {id(part): name for name, part in module.named_modules()}
     body, head = module.base_model, module.get_output_embeddings()
@@ -140,6 +144,7 @@ def fuse(module: Any) -> Weights:
         head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         is_gelu=config.hidden_act != "silu",
         rotary=body.rotary_emb,
+        kernels=found,
     )
 
 

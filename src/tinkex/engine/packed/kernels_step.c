@@ -1,19 +1,9 @@
 /*
  * The parts of a decode step for which torch has no good call: products of a handful of rows with a large matrix, and
- * the small work between them. Plain C, float32, no library; threads are those of the OpenMP that torch has loaded.
- *
- * `make kernels` builds it for x86-64 Linux, once for AVX2 and once for AVX-512, and what it builds is shipped: users
- * need no compiler. Elsewhere torch does the same, slower. A row's numbers never depend on the rows beside it.
- *
- * LANES numbers in a register, WIDE registers of a panel's columns, TILE rows at a time: all sums stay in registers.
+ * attention to a cache. A row's numbers never depend on the rows beside it, and all sums of a tile stay in registers.
  */
 
-#define JOIN(a, b, c) a##b##c
-#define NAMED(a, b, c) JOIN(a, b, c)
-#define NAME(function) NAMED(function, _, VARIANT)
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int ints __attribute__((vector_size(4 * LANES), aligned(4)));
+#include "kernels.h"
 
 #define PANEL (WIDE * LANES)
 /* Weights are fetched this many steps before they are needed: the processor alone reads half as fast. */
@@ -27,46 +17,14 @@ const int NAME(lanes) = LANES;
 const int NAME(widest) = WIDEST;
 const char NAME(digest)[] = DIGEST; /* of this file and of what builds it */
 
-/* OpenMP, as GCC calls it. */
-static void (*in_parallel)(void (*)(void *), void *, unsigned, unsigned);
-static int (*thread_number)(void);
-static int (*thread_count)(void);
+void (*in_parallel)(void (*)(void *), void *, unsigned, unsigned);
+int (*thread_number)(void);
+int (*thread_count)(void);
 
 void NAME(use_threads)(void *parallel, void *number, void *count) {
     in_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
     thread_number = (int (*)(void))number;
     thread_count = (int (*)(void))count;
-}
-
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE vec load(const float *from) { return *(const vec *)from; }
-INLINE void store(float *to, vec value) { *(vec *)to = value; }
-
-INLINE float sum(vec value) {
-    float total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += value[lane];
-    return total;
-}
-
-INLINE vec pick(ints where, vec one, vec other) { return (vec)((where & (ints)one) | (~where & (ints)other)); }
-
-/* e to the power of x, to 2 units in the last place; 0 far below, infinity far above, NaN for NaN. */
-INLINE vec exponential(vec x) {
-    const float magic = 12582912.0f; /* adding it leaves no room for a fraction */
-    vec shifted = x * 1.44269504088896341f + magic, whole = shifted - magic;
-    vec rest = x - whole * 0.693145751953125f - whole * 1.42860677e-6f;
-    vec power = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    power = power * rest + 8.3334519073e-3f;
-    power = power * rest + 4.1665795894e-2f;
-    power = power * rest + 1.6666665459e-1f;
-    power = power * rest + 5.0000001201e-1f;
-    power = power * rest * rest + rest + 1.0f;
-    ints two = ((ints)shifted - (ints)((vec){0} + magic) + 127) << 23;
-    vec found = power * (vec)two;
-    found = pick(x < -87.0f, (vec){0}, found);
-    found = pick(x > 88.0f, (vec){0} + __builtin_inff(), found);
-    return pick(x != x, x, found);
 }
 
 /* Adapters: y += x·Aᵀ·Bᵀ, of every row by its own, on top of a product or alone. A and B of the sites that share an input stand below each other. */
@@ -89,12 +47,7 @@ static void reduce(const struct adapters *job, long me, long all) {
         const float *down = job->down + item * in;
         for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
             const float *x = job->x + job->order[place] * in;
-            vec products = {0};
-            long at = 0;
-            for (; at + LANES <= in; at += LANES) products += load(x + at) * load(down + at);
-            float total = sum(products);
-            for (; at < in; at++) total += x[at] * down[at];
-            job->low[job->order[place] * ranks + item % ranks] = total;
+            job->low[job->order[place] * ranks + item % ranks] = dot(x, down, in);
         }
     }
 }
@@ -201,28 +154,6 @@ void NAME(adapt)(const struct adapters *adapters, long threads) {
     in_parallel(multiply, &job, (unsigned)threads, 0);
 }
 
-/* The root mean square norm of every row. */
-void NAME(norm)(const float *x, const float *gain, float eps, float *y, long rows, long width) {
-    for (long row = 0; row < rows; row++, x += width, y += width) {
-        vec squares = {0};
-        long at = 0;
-        for (; at + LANES <= width; at += LANES) squares += load(x + at) * load(x + at);
-        float total = sum(squares);
-        for (; at < width; at++) total += x[at] * x[at];
-        const float scale = 1.0f / __builtin_sqrtf(total / (float)width + eps);
-        for (at = 0; at < width; at++) y[at] = x[at] * scale * gain[at];
-    }
-}
-
-/* silu(gate)·up, where both stand side by side [rows, 2·width]. A whole number of registers. */
-void NAME(gate)(const float *gate_up, float *y, long rows, long width) {
-    for (long row = 0; row < rows; row++, gate_up += 2 * width, y += width)
-        for (long at = 0; at < width; at += LANES) {
-            const vec gate = load(gate_up + at);
-            store(y + at, gate / (1.0f + exponential(-gate)) * load(gate_up + width + at));
-        }
-}
-
 /* One new token of every row: turned by its position, written into the cache, and what it gathers there. */
 
 struct attention {
@@ -235,14 +166,6 @@ struct attention {
     long rows, heads, key_heads, width, columns, column;
     float scale;
 };
-
-INLINE void turn(float *head, const float *cosine, const float *sine, long half) {
-    for (long at = 0; at < half; at++) {
-        const float one = head[at], other = head[half + at];
-        head[at] = one * cosine[at] - other * sine[at];
-        head[half + at] = other * cosine[at] + one * sine[at];
-    }
-}
 
 /* Attention of one query to `count` keys. */
 INLINE void look(const struct attention *job, const float *query, const float *keys, const float *values, long count,
@@ -295,7 +218,7 @@ static void attend_some(void *given) {
         float *heads = job->qkv + row * (job->heads + 2 * job->key_heads) * width;
         float *key = heads + (job->heads + head) * width, *value = key + job->key_heads * width;
         float *keys = job->keys + item * job->columns * width, *values = job->values + item * job->columns * width;
-        turn(key, cosine, sine, width / 2);
+        turn(key, cosine, sine, width / 2, 1.0f);
         for (long at = 0; at < width; at++) {
             keys[job->column * width + at] = key[at];
             values[job->column * width + at] = value[at];
@@ -303,7 +226,7 @@ static void attend_some(void *given) {
         const long first = (job->column - job->held[row]) * width;
         for (long one = head * group; one < (head + 1) * group; one++) {
             const long place = row * job->heads + one;
-            turn(heads + one * width, cosine, sine, width / 2);
+            turn(heads + one * width, cosine, sine, width / 2, 1.0f);
             look(job, heads + one * width, keys + first, values + first, job->held[row] + 1,
                  job->gathered + place * width, job->most + place, job->total + place);
         }

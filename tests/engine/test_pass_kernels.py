@@ -1,0 +1,222 @@
+"""The kernels of whole passes: right numbers forward and backward, whatever stands beside, and a way without them.
+
+Compared with autograd in float64. Tolerances are for float32: a sum of a few hundred terms of about 1 is off by some
+1e-6 of their norm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.oracle import Session, datum, randomise
+from tests.engine.test_kernels import FOUND, each_variant
+from tests.engine.test_model import CPU, saved
+from tests.engine.test_runners import PACKED, assert_alike, both
+from tinkex.engine.base import LoraSpec
+from tinkex.engine.lora import LoraWeights, Segment
+from tinkex.engine.model import Model, load
+from tinkex.engine.packed import deltas, kernels
+from tinkex.engine.packed.deltas import Deltas
+from tinkex.engine.packed.kernels import Kernels
+from tinkex.engine.packed.weights import Group
+from tinkex.engine.runners import packed_weights
+
+pytestmark = pytest.mark.skipif(not FOUND, reason="the kernels are for x86-64 Linux with AVX2")
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def gradient(formula: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> Tensor:
+    """By autograd in float64."""
+    leaf = x.double().requires_grad_()
+    formula(leaf).backward(dy.double())
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@each_variant
+@pytest.mark.parametrize("width", [7, 16, 50, 577])
+@pytest.mark.parametrize("rows", [5, 700])
+def test_a_norm_comes_back_as_autograd_says(found: Kernels, width: int, rows: int) -> None:
+    torch.manual_seed(0)
+    x, gain, dy, onto = torch.randn(rows, width), torch.randn(width), torch.randn(rows, width), torch.randn(rows, width)
+    wanted = gradient(lambda leaf: torch.rms_norm(leaf, (width,), gain.double(), 1e-5), x, dy)
+    torch.testing.assert_close(found.norm_backward(x, gain, 1e-5, dy.clone(), None).double(), wanted, **CLOSE)
+    torch.testing.assert_close(found.norm_backward(x, gain, 1e-5, dy, onto).double(), wanted + onto, **CLOSE)
+
+
+@each_variant
+@pytest.mark.parametrize("rows", [3, 900])
+def test_a_gate_comes_back_as_autograd_says(found: Kernels, rows: int) -> None:
+    torch.manual_seed(0)
+    gate_up, dy = torch.randn(rows, 96) * 8, torch.randn(rows, 48)
+    formula: Callable[[Tensor], Tensor] = lambda leaf: torch.nn.functional.silu(leaf[:, :48]) * leaf[:, 48:]  # noqa: E731
+    torch.testing.assert_close(found.gate_backward(gate_up, dy).double(), gradient(formula, gate_up, dy), **CLOSE)
+    torch.testing.assert_close(found.gate(gate_up).double(), formula(gate_up.double()), **CLOSE)
+
+
+@each_variant
+@pytest.mark.parametrize("width", [2, 16, 34])
+@pytest.mark.parametrize("rows", [3, 900])
+def test_heads_are_turned_and_turned_back(found: Kernels, width: int, rows: int) -> None:
+    torch.manual_seed(0)
+    qkv, angles = torch.randn(rows, 4 * width), torch.randn(rows, 1, width // 2)
+    one, other = qkv.double().view(rows, 4, 2, -1).unbind(2)
+    cos, sin = angles.double().cos(), angles.double().sin()
+    wanted = torch.stack([one * cos - other * sin, other * cos + one * sin], 2).view(rows, -1)
+    wanted[:, 3 * width :] = qkv[:, 3 * width :]  # the values
+    turned = qkv.clone()
+    found.rotate(turned, angles.cos(), angles.sin(), 3, width, is_back=False)
+    torch.testing.assert_close(turned.double(), wanted, **CLOSE)
+    found.rotate(turned, angles.cos(), angles.sin(), 3, width, is_back=True)
+    torch.testing.assert_close(turned, qkv, **CLOSE)
+
+
+# Adapters
+
+
+def adapter(rank: int, group: Group, without: str = "") -> LoraWeights:
+    pairs = {}
+    for site, place in group.places.items():
+        if site != without:
+            shapes = (rank, group.weight_OD.shape[1]), (place.stop - place.start, rank)
+            pairs[site] = torch.randn(shapes[0]), torch.randn(shapes[1])
+            for part in pairs[site]:
+                part.requires_grad_().grad = torch.randn_like(part)  # a gradient is added to, not set
+    return LoraWeights(LoraSpec(rank=rank), pairs)
+
+
+def grouped(width: int) -> Group:
+    """Sites with nothing a whole number of registers, but for one."""
+    return Group(torch.randn(64 + 17 + 50, width), None, {"q": slice(0, 64), "k": slice(64, 81), "v": slice(81, 131)})
+
+
+def run(
+    found: Kernels | None, group: Group, segments: list[Segment], count: int, x: Tensor, dy: Tensor
+) -> list[Tensor]:
+    """Output, dx, and all gradients, which start anew."""
+    torch.manual_seed(7)
+    leaves = [part for segment in segments for pair in segment.weights.pairs.values() for part in pair]
+    for part in leaves:
+        part.grad = torch.randn_like(part)
+    with torch.no_grad():
+        pack = Deltas(segments, count, count, found=found)
+        return [
+            pack.forward(group, x),
+            pack.backward(group, x, dy),
+            *(part.grad for part in leaves if part.grad is not None),
+        ]
+
+
+@each_variant
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (1, 3, 5), (4, 16, 9), (64, 2, 33)])
+@pytest.mark.parametrize("width", [64, 50, 7])
+def test_adapters_are_those_of_torch_for_any_rank_length_and_width(
+    found: Kernels, ranks: tuple[int, ...], width: int
+) -> None:
+    torch.manual_seed(0)
+    group = grouped(width)
+    acting = [adapter(rank, group, without) for rank, without in zip(ranks, ("", "k", "q"), strict=True)]
+    # The base model's own tokens stand in the middle and at the end; the last adapter has more than a batch of rows.
+    places = [(0, 5), (9, 25), (25, 165)]
+    segments = [Segment(one, *place) for one, place in zip(acting, places, strict=True)]
+    x, dy = torch.randn(170, width), torch.randn(170, 131)
+    double = Group(group.weight_OD.double(), None, group.places)
+    wanted_y, wanted_dx = x.double() @ double.weight_OD.t(), dy.double() @ double.weight_OD
+    for weights, start, stop in segments:
+        for site, (a, b) in weights.pairs.items():
+            delta = b.detach().double() @ a.detach().double() * weights.spec.scale
+            wanted_y[start:stop, group.places[site]] += x[start:stop].double() @ delta.t()
+            wanted_dx[start:stop] += dy[start:stop, group.places[site]].double() @ delta
+    ours, theirs = run(found, group, segments, 170, x, dy), run(None, group, segments, 170, x, dy)
+    for one, wanted in ((ours[0], wanted_y), (ours[1], wanted_dx)):
+        assert float((one - wanted).norm() / wanted.norm()) <= 2e-6
+    for one, other in zip(ours[2:], theirs[2:], strict=True):
+        assert float((one - other).norm() / other.norm()) <= 5e-6
+
+
+@each_variant
+@pytest.mark.parametrize("rank", [3, 8])
+def test_an_adapter_has_the_same_bits_alone_and_among_others_with_any_number_of_threads(
+    found: Kernels, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    group = grouped(96)
+    one, other = adapter(rank, group), adapter(5, group)
+    x, dy = torch.randn(64, 96), torch.randn(64, 131)
+    found_alone = run(found, group, [Segment(one, 0, 37)], 37, x[20:57], dy[20:57])
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        segments = [Segment(one, 20, 57), Segment(other, 0, 20), Segment(other, 57, 64)]
+        together = run(found, group, segments, 64, x, dy)
+        # Without the base product, whose bits are another library's.
+        base_y, base_dx = run(None, group, [], 64, x, dy)[:2]
+        base_alone_y, base_alone_dx = run(None, group, [], 37, x[20:57], dy[20:57])[:2]
+        if torch.equal(base_y[20:57], base_alone_y) and torch.equal(base_dx[20:57], base_alone_dx):
+            assert torch.equal(together[0][20:57], found_alone[0])
+            assert torch.equal(together[1][20:57], found_alone[1])
+        for part, alone in zip(together[2:8], found_alone[2:8], strict=True):
+            assert torch.equal(part, alone)
+
+
+def test_wide_adapters_go_to_torch(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels.find()
+    assert found is not None
+    monkeypatch.setattr(found, "deltas_forward", lambda job: pytest.fail("too wide for it"))
+    group = grouped(16)
+    wide = adapter(deltas.THIN + 1, group)
+    run(found, group, [Segment(wide, 0, 4)], 4, torch.randn(4, 16), torch.randn(4, 131))
+
+
+# On the path
+
+
+@each_variant
+@pytest.mark.parametrize("kind", PACKED)
+def test_every_family_has_the_gradient_of_the_general_runner(
+    kind: str, found: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "find", lambda variant="auto": found)
+    model = load(saved(tmp_path, kind, **PACKED[kind]), CPU, torch.float32)
+    weights = packed_weights(model)
+    assert weights is not None and weights.kernels is found
+    assert_alike(both(model, monkeypatch))
+
+
+KERNELS = ("_norm", "_norm_back", "_turn", "_gate", "_gate_back", "_deltas_forward", "_deltas_backward")
+
+
+def test_a_training_pass_runs_every_kernel(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels.find()
+    assert found is not None
+    used: set[str] = set()
+
+    def noting(name: str, own: Any) -> Any:
+        return lambda *given: (used.add(name), own(*given))[1]
+
+    for name in KERNELS:
+        monkeypatch.setattr(found, name, noting(name, getattr(found, name)))
+    session = Session(tiny)
+    randomise(session.create(rank=2))
+    session.passes([datum([1, 2, 3], target_tokens=[2, 3, 4], weights=[1.0] * 3)], "cross_entropy")
+    assert used == set(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_that_give_wrong_numbers_are_not_trained_with(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = kernels.find()
+    assert found is not None
+    monkeypatch.setattr(found, name, lambda *given: None)  # leaves everything as it was
+    model = load(saved(tmp_path, "Llama"), CPU, torch.float32)
+    with caplog.at_level(logging.WARNING, "tinkex.engine"):
+        weights = packed_weights(model)
+    assert weights is not None and weights.kernels is None
+    assert "wrong numbers" in caplog.text
