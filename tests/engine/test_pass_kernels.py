@@ -6,6 +6,7 @@ Compared with autograd in float64. Tolerances are for float32: a sum of a few hu
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.engine.test_runners import PACKED, assert_alike, both
 from tinkex.engine.base import LoraSpec
 from tinkex.engine.lora import LoraWeights, Segment
 from tinkex.engine.model import Model, load
-from tinkex.engine.packed import deltas, kernels
+from tinkex.engine.packed import deltas, gemm, kernels
 from tinkex.engine.packed.deltas import Deltas
 from tinkex.engine.packed.kernels import Kernels
 from tinkex.engine.packed.weights import Group
@@ -143,47 +144,94 @@ def test_adapters_are_those_of_torch_for_any_rank_length_and_width(
 
 @each_variant
 @pytest.mark.parametrize("rank", [3, 8])
+@pytest.mark.parametrize("width", [96, 50])
 def test_an_adapter_has_the_same_bits_alone_and_among_others_with_any_number_of_threads(
-    found: Kernels, rank: int, monkeypatch: pytest.MonkeyPatch
+    found: Kernels, rank: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    group = grouped(96)
+    group = grouped(width)
     one, other = adapter(rank, group), adapter(5, group)
-    x, dy = torch.randn(64, 96), torch.randn(64, 131)
-    found_alone = run(found, group, [Segment(one, 0, 37)], 37, x[20:57], dy[20:57])
+    x, dy = torch.randn(64, width), torch.randn(64, 131)
+    # Without the base product, whose bits are another library's.
+    monkeypatch.setattr(gemm, "linear", lambda x_ND, weight_OD, bias_O=None: torch.zeros(len(x_ND), len(weight_OD)))
+    alone = run(found, group, [Segment(one, 0, 37)], 37, x[20:57], dy[20:57])
+    others = [Segment(other, 0, 20), Segment(adapter(deltas.THIN + 1, group), 57, 64)]
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        segments = [Segment(one, 20, 57), Segment(other, 0, 20), Segment(other, 57, 64)]
-        together = run(found, group, segments, 64, x, dy)
-        # Without the base product, whose bits are another library's.
-        base_y, base_dx = run(None, group, [], 64, x, dy)[:2]
-        base_alone_y, base_alone_dx = run(None, group, [], 37, x[20:57], dy[20:57])[:2]
-        if torch.equal(base_y[20:57], base_alone_y) and torch.equal(base_dx[20:57], base_alone_dx):
-            assert torch.equal(together[0][20:57], found_alone[0])
-            assert torch.equal(together[1][20:57], found_alone[1])
-        for part, alone in zip(together[2:8], found_alone[2:8], strict=True):
-            assert torch.equal(part, alone)
+        together = run(found, group, [Segment(one, 20, 57), *others], 64, x, dy)
+        for whole, part in zip(together[:2], alone[:2], strict=True):
+            assert torch.equal(whole[20:57], part)
+        for gradients, own in zip(together[2:8], alone[2:8], strict=True):
+            assert torch.equal(gradients, own)
 
 
-def test_wide_adapters_go_to_torch(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_variant
+def test_tokens_without_a_gradient_give_none(found: Kernels) -> None:
+    torch.manual_seed(0)
+    group = grouped(16)
+    one, other = adapter(4, group), adapter(4, group)
+    x, dy = torch.randn(10, 16), torch.randn(10, 131)
+    for by in (found, None):
+        before = [part.grad.clone() for pair in other.pairs.values() for part in pair if part.grad is not None]
+        with torch.no_grad():
+            pack = Deltas([Segment(one, 0, 6), Segment(other, 6, 10)], 10, 6, found=by)
+            pack.forward(group, x)
+            pack.backward(group, x[:6], dy[:6])
+        after = [part.grad for pair in other.pairs.values() for part in pair]
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True) if new is not None)
+
+
+def test_wide_adapters_go_to_torch_and_thin_ones_beside_them_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernels.find()
     assert found is not None
-    monkeypatch.setattr(found, "deltas_forward", lambda job: pytest.fail("too wide for it"))
+    ranks: list[list[int]] = []
     group = grouped(16)
-    wide = adapter(deltas.THIN + 1, group)
-    run(found, group, [Segment(wide, 0, 4)], 4, torch.randn(4, 16), torch.randn(4, 131))
+    own = found.deltas_forward
+
+    def noted(job: Any) -> None:
+        acts = ctypes.cast(job.acts, ctypes.POINTER(kernels.Act))
+        ranks.append([acts[number].rank for number in range(job.count)])
+        own(job)
+
+    monkeypatch.setattr(found, "deltas_forward", noted)
+    acting = [adapter(rank, group) for rank in (deltas.THIN + 1, deltas.THIN, 2)]
+    segments = [Segment(one, 4 * number, 4 * number + 4) for number, one in enumerate(acting)]
+    x, dy = torch.randn(12, 16), torch.randn(12, 131)
+    ours, theirs = run(found, group, segments, 12, x, dy), run(None, group, segments, 12, x, dy)
+    assert ranks == [[deltas.THIN] * 3 + [2] * 3]
+    for one, other in zip(ours, theirs, strict=True):
+        assert float((one - other).norm() / other.norm()) <= 5e-6
+
+
+@each_variant
+def test_work_between_products_is_the_same_with_any_number_of_threads(
+    found: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, dy, gain, angles = torch.randn(800, 96), torch.randn(800, 48), torch.randn(96), torch.randn(800, 1, 8)
+    assert x.numel() > kernels.ALONE
+    results = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        turned = x.clone()
+        found.rotate(turned, angles.cos(), angles.sin(), 6, 16, is_back=False)
+        back = found.norm_backward(x, gain, 1e-5, x.flip(0), None)
+        results.append([found.norm(x, gain, 1e-5), back, turned, found.gate(x), found.gate_backward(x, dy)])
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
 # On the path
 
 
 @each_variant
+@pytest.mark.parametrize("inner", [48, 37])  # whole registers, and not
 @pytest.mark.parametrize("kind", PACKED)
 def test_every_family_has_the_gradient_of_the_general_runner(
-    kind: str, found: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, inner: int, found: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "find", lambda variant="auto": found)
-    model = load(saved(tmp_path, kind, **PACKED[kind]), CPU, torch.float32)
+    model = load(saved(tmp_path, kind, **{**PACKED[kind], "intermediate_size": inner}), CPU, torch.float32)
     weights = packed_weights(model)
     assert weights is not None and weights.kernels is found
     assert_alike(both(model, monkeypatch))
@@ -208,13 +256,30 @@ def test_a_training_pass_runs_every_kernel(tiny: Model, monkeypatch: pytest.Monk
     assert used == set(KERNELS)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("value", [None, float("nan")])
+@pytest.mark.parametrize(
+    "name", ["norm", "norm_backward", "rotate", "gate", "gate_backward", "deltas_forward", "deltas_backward"]
+)
 def test_kernels_that_give_wrong_numbers_are_not_trained_with(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, value: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = kernels.find()
     assert found is not None
-    monkeypatch.setattr(found, name, lambda *given: None)  # leaves everything as it was
+    own = getattr(found, name)
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        y = own(*given, **named)
+        result = y if isinstance(y, Tensor) else given[0] if isinstance(given[0], Tensor) else None
+        if result is not None:
+            result[0, 0] = result[0, 0] + 1000 if value is None else value
+        else:  # a table of acts
+            acts = ctypes.cast(given[0].acts, ctypes.POINTER(kernels.Act))
+            place = given[0].y if name == "deltas_forward" else acts[0].db
+            numbers = ctypes.cast(place, ctypes.POINTER(ctypes.c_float))
+            numbers[0] = numbers[0] + 1000 if value is None else value
+        return y
+
+    monkeypatch.setattr(found, name, wrong)
     model = load(saved(tmp_path, "Llama"), CPU, torch.float32)
     with caplog.at_level(logging.WARNING, "tinkex.engine"):
         weights = packed_weights(model)

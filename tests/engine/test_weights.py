@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.engine.test_model import CPU
 from tinkex.engine.base import ModelInfo
 from tinkex.engine.model import load
-from tinkex.engine.packed.weights import fuse
+from tinkex.engine.packed.weights import _below_each_other, fuse
 
 
 def file_at(address: int) -> str:
@@ -34,13 +34,25 @@ def in_the_file(folder: str, *names: str) -> Tensor:
 def test_fused_weights_outlive_the_module_they_came_from(tiny_info: ModelInfo) -> None:
     model = load(tiny_info, CPU, torch.float32)
     layer = fuse(model.module).layers[0]
-    del model
+    gate_up_OD, qkv_OD = layer.gate_up.weight_OD, layer.qkv.weight_OD
+    del model, layer  # nothing else holds the mapping now
     gc.collect()
-    torch.randn(1 << 20)  # what was freed would be written over
+    if sys.platform == "linux":
+        assert file_at(gate_up_OD.data_ptr()).endswith("model.safetensors")  # else reading it ends the process
     folder = tiny_info.folder
-    assert torch.equal(layer.gate_up.weight_OD, in_the_file(folder, "mlp.gate_proj", "mlp.up_proj"))
-    qkv_OD = in_the_file(folder, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    assert torch.equal(layer.qkv.weight_OD, qkv_OD)
+    assert torch.equal(gate_up_OD, in_the_file(folder, "mlp.gate_proj", "mlp.up_proj"))
+    assert torch.equal(qkv_OD, in_the_file(folder, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+
+
+def test_only_plain_matrices_that_follow_each_other_are_used_where_they_are() -> None:
+    whole = torch.arange(48.0).view(8, 6)
+    one, two, three = whole[:2], whole[2:5], whole[5:]
+    assert _below_each_other([one, two, three]).data_ptr() == whole.data_ptr()
+    for parts in ([one, three, two], [one, three], [two, one], [one, two, one]):
+        found = _below_each_other(parts)
+        assert torch.equal(found, torch.cat(parts)) and found.data_ptr() != whole.data_ptr()
+    turned = [whole.view(-1)[start : start + 24].view(6, 4).t() for start in (0, 24)]  # in a row, but by columns
+    assert torch.equal(_below_each_other(turned), torch.cat(turned))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc where memory comes from")

@@ -86,7 +86,7 @@ def _distance(model: Model, runner: PackedRunner) -> float:
 
 
 def _proved(weights: Weights) -> Weights:
-    """With kernels only if a layer's numbers, there and back, are torch's: they were built elsewhere."""
+    """With kernels only if all that they do, there and back, is what torch does: they were built elsewhere."""
     if weights.kernels is None:
         return weights
     plain = replace(weights, kernels=None)

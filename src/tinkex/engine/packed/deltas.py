@@ -49,10 +49,12 @@ class Deltas:
         self, segments: Sequence[Segment], count: int, graded: int = 0, *, found: Kernels | None = None
     ) -> None:
         """`count`: tokens in all."""
-        self._segments = segments
-        self._graded = [one for one in segments if one.stop <= graded]
-        is_thin = all(one.weights.spec.rank <= THIN for one in segments)
-        self._kernels = found if is_thin else None
+        # Each by its own rank: what others bring must not change an adapter's bits.
+        widest = 0 if found is None else THIN
+        thin = [one for one in segments if one.weights.spec.rank <= widest]
+        wide = [one for one in segments if one.weights.spec.rank > widest]
+        self._kernels, self._thin, self._wide = found, thin, wide
+        self._graded_thin, self._graded_wide = ([one for one in some if one.stop <= graded] for some in (thin, wide))
         self._alone: LoraWeights | None = None
         if len(segments) == 1 and segments[0].start == 0 and segments[0].stop == count >= MERGE_FROM:
             self._alone = segments[0].weights
@@ -62,13 +64,12 @@ class Deltas:
         if self._alone is not None:
             return gemm.linear(x_ND, self._merged(self._alone, group), group.bias_O)
         y_NO = gemm.linear(x_ND, group.weight_OD, group.bias_O) if packed is None else packed(x_ND)
-        if self._kernels is not None:
-            job = Job(group, self._segments, x_ND)
-            if job.count:
-                job.acts.y, job.acts.out = y_NO.data_ptr(), y_NO.shape[1]
-                self._kernels.deltas_forward(job.acts)
-            return y_NO
-        for weights, start, stop in self._segments:
+        job = Job(group, self._thin, x_ND)
+        if job.count:
+            assert self._kernels is not None
+            job.acts.y, job.acts.out = y_NO.data_ptr(), y_NO.shape[1]
+            self._kernels.deltas_forward(job.acts)
+        for weights, start, stop in self._wide:
             parts = parts_of(weights, group)
             if parts:
                 low_TR = _down(x_ND[start:stop], parts) * weights.spec.scale
@@ -80,14 +81,13 @@ class Deltas:
         weight_OD = group.weight_OD if self._alone is None else self._merged(self._alone, group)
         dx_ND = gemm.backward(dy_NO, weight_OD) if needs_dx else x_ND[:0]
         adds_dx = needs_dx and self._alone is None  # a merged weight has handed it back already
-        if self._kernels is not None:
-            job = Job(group, self._graded, x_ND)
-            if job.count:
-                job.acts.dy, job.acts.out = dy_NO.data_ptr(), dy_NO.shape[1]
-                job.acts.y = dx_ND.data_ptr() if adds_dx else None
-                self._kernels.deltas_backward(job.acts)
-            return dx_ND
-        for weights, start, stop in self._graded:
+        job = Job(group, self._graded_thin, x_ND)
+        if job.count:
+            assert self._kernels is not None and job.has_gradients
+            job.acts.dy, job.acts.out = dy_NO.data_ptr(), dy_NO.shape[1]
+            job.acts.y = dx_ND.data_ptr() if adds_dx else None
+            self._kernels.deltas_backward(job.acts)
+        for weights, start, stop in self._graded_wide:
             parts = parts_of(weights, group)
             if parts:
                 low_TR, a_RD = _gradients(weights, parts, x_ND[start:stop], dy_NO[start:stop])
@@ -122,6 +122,7 @@ class Job:
                 turned += rank * columns
             ranks = max(ranks, low)
         self.count = len(table)
+        self.has_gradients = all(act.da and act.db for act in table)
         self._table = (Act * self.count)(*table)
         rows, width = x_ND.shape
         self._low_2NR, self._turned = torch.empty(2, rows, ranks), torch.empty(turned)

@@ -1,5 +1,5 @@
 /*
- * What both kinds of kernels share: registers as vectors, the threads of the OpenMP that torch has loaded, a few formulas.
+ * What all kernels share: registers as vectors, the threads of the OpenMP that torch has loaded, a few formulas.
  *
  * `make kernels` builds all for x86-64 Linux, once for AVX2 and once for AVX-512, and what it builds is shipped: users
  * need no compiler. Elsewhere torch does the same, slower. Plain C, float32, no library.

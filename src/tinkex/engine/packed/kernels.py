@@ -137,6 +137,7 @@ class Kernels:
         self, qkv_NO: Tensor, cos_N1W: Tensor, sin_N1W: Tensor, heads: int, width: int, *, is_back: bool
     ) -> None:
         rows, stride = qkv_NO.shape
+        assert cos_N1W.shape == sin_N1W.shape == (rows, 1, width // 2)  # a kernel would read past their end
         given = qkv_NO.data_ptr(), cos_N1W.data_ptr(), sin_N1W.data_ptr(), -1.0 if is_back else 1.0
         self._turn(*given, rows, heads, width, stride, _threads(qkv_NO))
 

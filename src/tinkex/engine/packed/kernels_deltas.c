@@ -1,5 +1,5 @@
 /*
- * Adapters in a pass over many tokens: y += U·Bᵀ with U = s·x·Aᵀ; backward dU = s·dy·B, dA += dUᵀ·x, dB += s·dyᵀ·x·Aᵀ,
+ * Adapters in a pass over many tokens: y += s·U·Bᵀ with U = x·Aᵀ; backward dU = s·dy·B, dA += dUᵀ·x, dB += s·dyᵀ·U,
  * dx += dU·A. An act is one site of one adapter on some rows. Ranks are few, and every product is as thin as one of them.
  * An adapter's numbers depend neither on the others in the pass nor on the number of threads.
  */
@@ -18,7 +18,7 @@ struct act {
 struct deltas {
     const float *x, *dy; /* [rows, in], [rows, out] */
     float *y; /* forward the output, backward dx or null */
-    float *low, *back; /* [rows, ranks]: x·Aᵀ and dU */
+    float *low, *back; /* [rows, ranks]: U (forward s·U) and dU */
     float *turned; /* every b as [rank, columns] */
     const struct act *acts;
     long count, rows, in, out, ranks;

@@ -15,7 +15,7 @@
 const int NAME(panel) = PANEL;
 const int NAME(lanes) = LANES;
 const int NAME(widest) = WIDEST;
-const char NAME(digest)[] = DIGEST; /* of this file and of what builds it */
+const char NAME(digest)[] = DIGEST; /* of all sources and of what builds them */
 
 void (*in_parallel)(void (*)(void *), void *, unsigned, unsigned);
 int (*thread_number)(void);

@@ -1,4 +1,8 @@
-"""A layer forward and backward with adapters, as a sample of all that kernels do in training: to be compared."""
+"""All that kernels do in a training pass, once and piece by piece, on numbers that are always the same: to be compared.
+
+Each piece gets the same input whoever computed the one before. Through a whole layer the softmax would make noise of a
+difference in the last bit where a model's scores are large.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +11,56 @@ from torch import Tensor
 
 from tinkex.engine.base import LoraSpec
 from tinkex.engine.lora import LoraWeights, Segment
-from tinkex.engine.packed import layer as layers
-from tinkex.engine.packed.attention import runs_of
+from tinkex.engine.packed import between
 from tinkex.engine.packed.deltas import Deltas
-from tinkex.engine.packed.layer import Pack
-from tinkex.engine.packed.weights import Weights
+from tinkex.engine.packed.kernels import ALONE
+from tinkex.engine.packed.weights import Group, Weights
 
-LENGTHS = (21, 7)
+PLACES = ((0, 21), (22, 29))
 RANKS = (9, 3)
-"""Neither lengths nor ranks are whole tiles."""
+"""Neither rows nor ranks are whole tiles, and one row has no adapter."""
 
 
 @torch.no_grad()
 def probe(weights: Weights) -> list[Tensor]:
-    """The output of the first layer, d of its input, and the gradients of two random adapters. Always the same ones."""
-    layer, count = weights.layers[0], sum(LENGTHS)
+    """What comes out of every piece, there and back, with the shapes of the model's first layer."""
+    layer, width = weights.layers[0], weights.embedding_VD.shape[1]
     source = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=source)
 
-    adapters = []
-    for rank in RANKS:
-        pairs = {}
-        for group in layer.groups:
-            for site, place in group.places.items():
-                shapes = (rank, group.weight_OD.shape[1]), (place.stop - place.start, rank)
-                pairs[site] = drawn(*shapes[0]) * 0.1, drawn(*shapes[1]) * 0.1
-                for part in pairs[site]:
-                    part.requires_grad_().grad = torch.zeros_like(part)
-        adapters.append(LoraWeights(LoraSpec(rank=rank), pairs))
-    segments = [Segment(adapters[0], 0, LENGTHS[0]), Segment(adapters[1], LENGTHS[0], count)]
-    deltas = Deltas(segments, count, count, found=weights.kernels)
-    angles = weights.angles(torch.cat([torch.arange(length) for length in LENGTHS]))
-    pack = Pack(deltas, runs_of(LENGTHS), *angles)
-    out_ND, kept = layers.forward(weights, layer, pack, drawn(count, weights.embedding_VD.shape[1]))
-    dx_ND = layers.backward(weights, layer, pack, kept, drawn(*out_ND.shape), needs_dx=True)
-    gradients = [part.grad for one in adapters for pair in one.pairs.values() for part in pair]
-    return [out_ND, dx_ND, *(one for one in gradients if one is not None)]
+    rows = PLACES[-1][1] + ALONE // width  # enough for more than one thread
+    x_ND, dy_ND, gain_D = drawn(rows, width), drawn(rows, width), layer.norm_in_D
+    found = [
+        between.norm(weights, x_ND, gain_D),
+        between.norm_backward(weights, x_ND, gain_D, dy_ND.clone(), None),
+        between.norm_backward(weights, x_ND, gain_D, dy_ND.clone(), x_ND),
+    ]
+    angles = weights.angles(torch.arange(rows))
+    for is_back in (False, True):
+        found.append(drawn(rows, layer.qkv.weight_OD.shape[0]))
+        between.rotate(weights, found[-1], *angles, is_back=is_back)
+    gate_up_NF = drawn(rows, layer.gate_up.weight_OD.shape[0]) * 4
+    found.append(between.activate(weights, gate_up_NF))
+    found.append(between.activate_backward(weights, gate_up_NF, drawn(*found[-1].shape)))
+    for group in layer.groups:
+        adapters = [_adapter(group, rank, source) for rank in RANKS]
+        segments = [Segment(one, *place) for one, place in zip(adapters, PLACES, strict=True)]
+        out, into = group.weight_OD.shape
+        deltas = Deltas(segments, rows, rows, found=weights.kernels)
+        x_ND = drawn(rows, into)
+        found += [deltas.forward(group, x_ND), deltas.backward(group, x_ND, drawn(rows, out))]
+        gradients = [part.grad for one in adapters for pair in one.pairs.values() for part in pair]
+        found += [one for one in gradients if one is not None]
+    return found
+
+
+def _adapter(group: Group, rank: int, source: torch.Generator) -> LoraWeights:
+    pairs = {}
+    for site, place in group.places.items():
+        shapes = (rank, group.weight_OD.shape[1]), (place.stop - place.start, rank)
+        pairs[site] = torch.randn(shapes[0], generator=source), torch.randn(shapes[1], generator=source)
+        for part in pairs[site]:
+            part.requires_grad_().grad = torch.zeros_like(part)
+    return LoraWeights(LoraSpec(rank=rank), pairs)

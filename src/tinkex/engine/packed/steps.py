@@ -1,7 +1,7 @@
 """Attention of a decode step to the cache, two ways: by the shipped kernels, or by torch.
 
-Axes: B rows, D model width, O out, F width of the MLP, K key heads, G query heads of each, W width of a head, T columns
-of the cache, N rows times key heads.
+Axes: B rows, O out, K key heads, G query heads of each, W width of a head, T columns of the cache, N rows times key
+heads.
 """
 
 from __future__ import annotations

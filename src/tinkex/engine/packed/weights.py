@@ -166,7 +166,8 @@ def _group(names: Mapping[int, str], *parts: Any) -> Group:
 
 def _below_each_other(weights: Sequence[Tensor]) -> Tensor:
     """Matrices of one width as one: a view if they follow each other in memory, else a copy."""
-    if any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(weights)):
+    is_plain = all(one.is_contiguous() and one.dtype == weights[0].dtype for one in weights)
+    if not is_plain or any(one.data_ptr() + one.nbytes != other.data_ptr() for one, other in pairwise(weights)):
         return torch.cat(list(weights))
     memory = (ctypes.c_char * sum(one.nbytes for one in weights)).from_address(weights[0].data_ptr())
     memory.owners = list(weights)  # type: ignore[attr-defined]  # they hold the mapping; the tensor holds the memory
