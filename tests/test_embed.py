@@ -188,12 +188,12 @@ def test_what_is_kept_is_there_the_next_time_and_a_server_that_ends_by_itself_is
     assert (tmp_path / "data" / "tinkex.db").is_file()
 
 
-def test_a_failed_start_is_one_error_with_what_the_server_said(tmp_path: Path) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("tinkex-local-*"))
+def test_a_failed_start_is_one_error_with_what_the_server_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others start servers meanwhile
     with pytest.raises(ConfigError, match=r"(?s)did not start.*\./no/such/model") as failed:
         tinkex.local("./no/such/model")
     assert "Traceback" not in str(failed.value)
-    assert set(Path(tempfile.gettempdir()).glob("tinkex-local-*")) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_owner_takes_the_server_and_its_folder_along() -> None:
