@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinkex.engine.packed.kernels import Kernels
 from tinkex.engine.packed.weights import Layer, Weights
 
 
@@ -18,7 +19,7 @@ def norm(weights: Weights, x_ND: Tensor, gain_D: Tensor) -> Tensor:
     """The root mean square norm of every row."""
     if weights.kernels is not None:
         return weights.kernels.norm(x_ND, gain_D, weights.eps)
-    return rms(x_ND, gain_D, weights.eps)[0]
+    return rms(x_ND, gain_D, weights.eps)
 
 
 def norm_backward(weights: Weights, x_ND: Tensor, gain_D: Tensor, dy_ND: Tensor, onto_ND: Tensor | None) -> Tensor:
@@ -45,18 +46,18 @@ def rotate(weights: Weights, qkv_NO: Tensor, cos_N1W: Tensor, sin_N1W: Tensor, *
 
 def activate(weights: Weights, gate_up_NF: Tensor) -> Tensor:
     """act(gate)·up."""
-    if _has_gates(weights, gate_up_NF):
-        assert weights.kernels is not None
-        return weights.kernels.gate(gate_up_NF)
+    gates = _gates(weights, gate_up_NF)
+    if gates is not None:
+        return gates.gate(gate_up_NF)
     gate_NF, up_NF = gate_up_NF.chunk(2, 1)
     return _active(weights, gate_NF).mul_(up_NF)
 
 
 def activate_backward(weights: Weights, gate_up_NF: Tensor, dinner_NF: Tensor) -> Tensor:
     """d of gate and up. `dinner_NF` is used up."""
-    if _has_gates(weights, gate_up_NF):
-        assert weights.kernels is not None
-        return weights.kernels.gate_backward(gate_up_NF, dinner_NF)
+    gates = _gates(weights, gate_up_NF)
+    if gates is not None:
+        return gates.gate_backward(gate_up_NF, dinner_NF)
     gate_NF, up_NF = gate_up_NF.chunk(2, 1)
     dgate_up_NF = torch.empty_like(gate_up_NF)
     dgate_NF, dup_NF = dgate_up_NF.chunk(2, 1)
@@ -73,18 +74,23 @@ def _active(weights: Weights, gate_NF: Tensor) -> Tensor:
     return F.gelu(gate_NF, approximate="tanh") if weights.is_gelu else F.silu(gate_NF)
 
 
-def _has_gates(weights: Weights, gate_up_NF: Tensor) -> bool:
-    return weights.kernels is not None and not weights.is_gelu and weights.kernels.takes_gates(gate_up_NF.shape[1] // 2)
+def _gates(weights: Weights, gate_up_NF: Tensor) -> Kernels | None:
+    """The kernels, if they have such gates."""
+    found = weights.kernels
+    return found if found and not weights.is_gelu and found.takes_gates(gate_up_NF.shape[1] // 2) else None
 
 
 # Norms by torch
 
 
-def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The root mean square norm over the last axis, and the factor by which it was scaled."""
+def rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """The root mean square norm over the last axis."""
+    return (x * _factor(x, eps)).mul_(gain)
+
+
+def _factor(x: Tensor, eps: float) -> Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    rstd = torch.addcmul(_number(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
-    return (x * rstd).mul_(gain), rstd
+    return torch.addcmul(_number(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
 @functools.cache
@@ -94,7 +100,7 @@ def _number(value: float) -> Tensor:
 
 def rms_backward(x: Tensor, gain: Tensor, eps: float, dy: Tensor) -> Tensor:
     """dx = r·(w·dy − x·r²·mean(w·dy·x)). `dy` is used up."""
-    _, rstd = rms(x, gain, eps)
+    rstd = _factor(x, eps)
     dy.mul_(gain)
     mean = (dy * x).mean(-1, keepdim=True).mul_(rstd.square())
     return dy.addcmul_(x, mean, value=-1).mul_(rstd)
@@ -106,7 +112,7 @@ def norm_heads(weights: Weights, layer: Layer, qkv_NO: Tensor) -> Tensor | None:
         return None
     qk_NHW, gain_HW = _normed_heads(weights, layer, qkv_NO)
     raw_NO = qk_NHW.flatten(1).clone()
-    qk_NHW.copy_(rms(qk_NHW, gain_HW, weights.eps)[0])
+    qk_NHW.copy_(rms(qk_NHW, gain_HW, weights.eps))
     return raw_NO
 
 

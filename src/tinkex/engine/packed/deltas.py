@@ -64,8 +64,8 @@ class Deltas:
         if self._alone is not None:
             return gemm.linear(x_ND, self._merged(self._alone, group), group.bias_O)
         y_NO = gemm.linear(x_ND, group.weight_OD, group.bias_O) if packed is None else packed(x_ND)
-        job = Job(group, self._thin, x_ND)
-        if job.count:
+        job = Job(group, self._thin, x_ND) if self._thin else None
+        if job is not None and job.count:
             assert self._kernels is not None
             job.acts.y, job.acts.out = y_NO.data_ptr(), y_NO.shape[1]
             self._kernels.deltas_forward(job.acts)
@@ -81,8 +81,8 @@ class Deltas:
         weight_OD = group.weight_OD if self._alone is None else self._merged(self._alone, group)
         dx_ND = gemm.backward(dy_NO, weight_OD) if needs_dx else x_ND[:0]
         adds_dx = needs_dx and self._alone is None  # a merged weight has handed it back already
-        job = Job(group, self._graded_thin, x_ND)
-        if job.count:
+        job = Job(group, self._graded_thin, x_ND) if self._graded_thin else None
+        if job is not None and job.count:
             assert self._kernels is not None and job.has_gradients
             job.acts.dy, job.acts.out = dy_NO.data_ptr(), dy_NO.shape[1]
             job.acts.y = dx_ND.data_ptr() if adds_dx else None
