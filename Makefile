@@ -47,16 +47,16 @@ site: $(READY)  ## the documents as a static site, in site/
 	$(BIN)/python scripts/make_site.py
 
 cookbook-runs: $(READY)  ## train with tinker-cookbook, official client and alias (five minutes, own environment)
-	$(BIN)/python -m pytest tests/cookbook -s
+	$(BIN)/python -m pytest tests/compat/cookbook -s
 
 cookbook: $(READY)  ## import every module of tinker-cookbook through the alias (ten minutes, own environment)
-	$(BIN)/python tests/as_tinker/cookbook_imports.py
+	$(BIN)/python tests/compat/as_tinker/cookbook_imports.py
 
 conformance: $(READY)  ## every official client and ours through the whole flow, on both built-in models
-	$(BIN)/python -m tests.conformance.matrix
+	$(BIN)/python -m tests.compat.conformance.matrix
 
 compatibility: $(READY)  ## call every method of the official client and write docs/compatibility.md anew
-	$(BIN)/python -m tests.conformance.methods --write
+	$(BIN)/python -m tests.compat.conformance.methods --write
 
 bench: $(READY)  ## the client beside the official ones, the service beside the plain loop (an hour)
 	$(BIN)/python benchmarks/client_cost.py
@@ -78,7 +78,7 @@ kernels:  ## build the kernels of decoding anew (needs gcc; what it makes is par
 	$(PYTHON) scripts/make_kernels.py
 
 golden: $(READY)  ## record the official clients' requests anew
-	$(BIN)/python tests/golden/record.py
+	$(BIN)/python tests/compat/golden/record.py
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache dist build

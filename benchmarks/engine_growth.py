@@ -30,7 +30,7 @@ from benchmarks.engine_memory import (
 )
 from benchmarks.side_by_side import timed
 from tinkex.client.training import TrainingClient
-from tinkex.embed import LocalServiceClient
+from tinkex.local_service import LocalServiceClient
 
 RUNS = 3
 SHORT = 32

@@ -22,11 +22,11 @@ from benchmarks.engine_training import CACHE, MODEL, datum
 from benchmarks.side_by_side import write
 from tinkex.client.sampling import SamplingClient
 from tinkex.client.training import TrainingClient
-from tinkex.embed import LocalServiceClient
-from tinkex.engine import models
+from tinkex.engine.models import registry
+from tinkex.local_service import LocalServiceClient
 
 TINY = "tinkex/tiny"
-ENGINE = b"tinkex.engine.child"
+ENGINE = b"tinkex.engine.process.main"
 RANK = 8
 WAIT_S = 600.0
 """No single answer is waited for longer."""
@@ -52,7 +52,7 @@ class Shape:
 
     @staticmethod
     def of(name: str) -> Shape:
-        config = json.loads((Path(models.resolve(name, CACHE).folder) / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(registry.resolve(name, CACHE).folder) / "config.json").read_text(encoding="utf-8"))
         width, mlp, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
         head = config.get("head_dim") or width // config["num_attention_heads"]
         queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
@@ -78,7 +78,7 @@ class Shape:
 
 
 def engine_pid(service: LocalServiceClient) -> int:
-    """The engine's process: the descendant of the server that runs `tinkex.engine.child`."""
+    """The engine's process: the descendant of the server that runs `tinkex.engine.process.main`."""
     parents: dict[int, int] = {}
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -28,8 +28,8 @@ import tinkex
 from benchmarks.engine_training import CACHE, MODEL
 from benchmarks.peers_driver import Driver, Skipped, end, last_line, loopback_only
 from benchmarks.side_by_side import write
-from tests.conformance.environments import ROOT, bare_environ
-from tinkex.engine import models
+from tests.compat.conformance.environments import ROOT, bare_environ
+from tinkex.engine.models import registry
 
 INSTALL_S = 1800.0
 DRIVER = Path(__file__).parent / "peers_driver.py"
@@ -134,7 +134,7 @@ class Server:
 
 
 def main(rounds: int = 5) -> None:
-    folder = models.resolve(MODEL, CACHE).folder
+    folder = registry.resolve(MODEL, CACHE).folder
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so whoever ends us ends all servers
     with ExitStack() as stack:
         run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True)))

@@ -14,22 +14,22 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
-from tinkex.engine import child
+from tinkex.engine.process import main
 
-child._settle_threads_and_memory()  # as the engine's process does, before torch is loaded
+main._settle_threads_and_memory()  # as the engine's process does, before torch is loaded
 
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
 from benchmarks.engine_training import CACHE, MODEL, datum, rows_of  # noqa: E402
 from benchmarks.side_by_side import write  # noqa: E402
-from tinkex.engine import model, models  # noqa: E402
-from tinkex.engine.base import SampleSpec  # noqa: E402
-from tinkex.engine.commands import pass_frame  # noqa: E402
+from tinkex.engine.contract import SampleSpec  # noqa: E402
 from tinkex.engine.frames import Frame, decode  # noqa: E402
-from tinkex.engine.packed import kernels  # noqa: E402
-from tinkex.engine.sample import Sampler  # noqa: E402
-from tinkex.engine.train import Trainer  # noqa: E402
+from tinkex.engine.messages import pass_frame  # noqa: E402
+from tinkex.engine.models import loaded_model, registry  # noqa: E402
+from tinkex.engine.packed.kernels import binding  # noqa: E402
+from tinkex.engine.sampling.sampler import Sampler  # noqa: E402
+from tinkex.engine.training.trainer import Trainer  # noqa: E402
 
 SHOWN = 12
 KERNELS = ("linear", "attend", "norm", "norm_back", "turn", "gate", "gate_back", "deltas_forward", "deltas_backward")
@@ -82,11 +82,11 @@ def named(name: str, own: Callable[..., object]) -> Callable[..., object]:
 
 
 def main() -> None:
-    found = kernels.find()
+    found = binding.find()
     for name in KERNELS if found is not None else ():
         setattr(found, f"_{name}", named(name, getattr(found, f"_{name}")))
-    torch.set_num_threads(child.usable_cores())
-    loaded = model.load(models.resolve(MODEL, CACHE), torch.device("cpu"), torch.float32)
+    torch.set_num_threads(main.usable_cores())
+    loaded = loaded_model.load(registry.resolve(MODEL, CACHE), torch.device("cpu"), torch.float32)
     name = loaded.info.name
     trainer, sampler = Trainer({name: loaded}), Sampler({name: loaded})
     lines: list[str] = []

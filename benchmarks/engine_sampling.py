@@ -15,11 +15,11 @@ import tinkex
 from benchmarks.engine_training import CACHE, MODEL, rows_of
 from benchmarks.plain_loop import PlainLoop
 from benchmarks.side_by_side import Question, run, table, write
-from tinkex.engine import models
+from tinkex.engine.models import registry
 
 
 def main(rounds: int = 5) -> None:
-    plain = PlainLoop(models.resolve(MODEL, CACHE).folder)
+    plain = PlainLoop(registry.resolve(MODEL, CACHE).folder)
     source = random.Random(2)
     with tinkex.local(MODEL) as service:
         samplers = []

@@ -20,7 +20,7 @@ import tinkex
 from benchmarks.engine_memory import TINY, WAIT_S, Shape, arguments, report, say, verdict
 from benchmarks.side_by_side import timed
 from tinkex.client.sampling import SamplingClient
-from tinkex.embed import LocalServiceClient
+from tinkex.local_service import LocalServiceClient
 
 Pair = tuple[float, float]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import tinkex
 from benchmarks.plain_loop import PlainLoop
 from benchmarks.side_by_side import Question, run, table, write
-from tinkex.engine import models
+from tinkex.engine.models import registry
 
 MODEL = "smollm2-135m"
 CACHE = Path(__file__).parent.parent / ".cache"
@@ -34,7 +34,7 @@ def datum(row: Sequence[int]) -> tinkex.Datum:
 
 
 def main(rounds: int = 5) -> None:
-    folder = models.resolve(MODEL, CACHE).folder
+    folder = registry.resolve(MODEL, CACHE).folder
     plain = PlainLoop(folder)
     with tinkex.local(MODEL) as service:
         clients = [

@@ -169,7 +169,7 @@ async def bare_client(base: str, limit: int) -> AsyncIterator[Post]:
 @asynccontextmanager
 async def tinkex_client(base: str, limit: int) -> AsyncIterator[Post]:
     """What was built after the first run: httptools and h2 under pools of our own."""
-    from tinkex.client._transport import Transport
+    from tinkex.client._http.transport import Transport
     from tinkex.settings import Config
     from tinkex.wire.endpoints import Pool
 
@@ -184,7 +184,7 @@ async def tinkex_client(base: str, limit: int) -> AsyncIterator[Post]:
 # name -> (distribution, module whose import is timed, client)
 CANDIDATES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "bare": ("httptools", "httptools", bare_client),
-    "tinkex": ("tinkex", "tinkex.client._transport", tinkex_client),
+    "tinkex": ("tinkex", "tinkex.client._http.transport", tinkex_client),
     "pyqwest": ("pyqwest", "pyqwest", pyqwest_client),
     "pyreqwest": ("pyreqwest", "pyreqwest.client", pyreqwest_client),
     "aiohttp": ("aiohttp", "aiohttp", aiohttp_client),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tinkex
 from benchmarks.client_cost import commit, cpu_model
-from tests.service.live import LiveServer
+from tests.integration.service.live import LiveServer
 
 ROUNDS = 5
 CALLS = 60

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PLACE = Path(__file__).resolve().parent.parent / "src" / "tinkex" / "engine" / "packed"
+PLACE = Path(__file__).resolve().parent.parent / "src" / "tinkex" / "engine" / "packed" / "kernels"
 SOURCES = [PLACE / name for name in ("kernels_step.c", "kernels_between.c", "kernels_deltas.c")]
 HEADER = PLACE / "kernels.h"
 TARGET = PLACE / "kernels_x86_64_linux.lib"

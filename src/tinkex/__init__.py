@@ -21,7 +21,7 @@ _HOMES = {
     "tinkex.client.future": ("APIFuture",),
     "tinkex.client.stream": ("SampleStream", "StreamChunk"),
     "tinkex.client.tokenizer": ("Tokenizer",),
-    "tinkex.embed": ("local",),
+    "tinkex.local_service": ("local",),
     "tinkex.settings": ("Config",),
     "tinkex.events": ("on",),
     "tinkex.watch.progress": ("progress",),
@@ -80,9 +80,9 @@ if TYPE_CHECKING:
     from tinkex.client.stream import StreamChunk as StreamChunk
     from tinkex.client.tokenizer import Tokenizer as Tokenizer
     from tinkex.client.training import TrainingClient as TrainingClient
-    from tinkex.embed import local as local
     from tinkex.errors import *  # noqa: F403
     from tinkex.events import on as on
+    from tinkex.local_service import local as local
     from tinkex.settings import Config as Config
     from tinkex.types import *  # noqa: F403
     from tinkex.watch.progress import progress as progress

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from tinkex.cli.output import remark
 from tinkex.errors import ConfigError
+from tinkex.terminal.output import remark
 
 if TYPE_CHECKING:
     import argparse
@@ -41,7 +41,7 @@ def config_for(args: argparse.Namespace) -> Config:
 
 def rest_client(args: argparse.Namespace) -> RestClient:
     """A client for reading and tidying. It opens no session."""
-    from tinkex.client._session import Session
+    from tinkex.client._runtime.session import Session
     from tinkex.client.rest import RestClient
 
     announce_retries()
@@ -50,9 +50,9 @@ def rest_client(args: argparse.Namespace) -> RestClient:
 
 def ask(args: argparse.Namespace, endpoint: Endpoint) -> Any:
     """The JSON that one call answers, as it came: our own service says more than the official types hold."""
-    from tinkex.client._call import call
-    from tinkex.client._connection import connection_for
-    from tinkex.client._operation import Operation
+    from tinkex.client._calls.call import call
+    from tinkex.client._runtime.link import connection_for
+    from tinkex.client._runtime.operation import Operation
     from tinkex.wire import json_codec
 
     announce_retries()
@@ -70,6 +70,6 @@ def ask(args: argparse.Namespace, endpoint: Endpoint) -> Any:
 def announce_retries() -> None:
     """Say on stderr why a command is taking its time. Once per process, however often `main` is called."""
     from tinkex import events
-    from tinkex.client._redact import redact
+    from tinkex.redact import redact
 
     events.on("retry", lambda retry: remark(f"Trying again in {retry.delay_s:.1f} s: {redact(retry.reason)}"))

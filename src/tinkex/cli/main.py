@@ -42,7 +42,9 @@ NOUNS = {
     "gc": "free the space of what your service needs no more",
     "completion": "let your shell complete the words of this command",
 }
-"""Commands with a file of their own, `cli/NAME.py`, and what they are for."""
+"""Commands with a file of their own, and what they are for."""
+ON_THIS_MACHINE = {"demo", "serve", "key", "backup", "gc"}
+"""Commands in `cli/service`: they run or administer a service on this machine. All others are in `cli/commands`."""
 MISUSED = 2
 DEFAULTS = {"output": "table", "base_url": None, "api_key": None, "debug": False}
 
@@ -106,7 +108,8 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     words = Words(top, "tinkex", shared, local)
     for name, about in NOUNS.items():
         if name in argv:
-            import_module(f"tinkex.cli.{name}").add(words, about)
+            folder = "service" if name in ON_THIS_MACHINE else "commands"
+            import_module(f"tinkex.cli.{folder}.{name}").add(words, about)
         else:  # only its name is needed, for the list: what nobody asks for is not loaded
             words.add(name, None, about)
     words.add("version", version, "which tinkex this is", "tinkex version -o json")
@@ -176,7 +179,7 @@ class Words:
 
 def version(args: argparse.Namespace) -> int:
     if args.output == "json":
-        from tinkex.cli.output import write_json
+        from tinkex.terminal.output import write_json
 
         write_json({"version": __version__, "protocol": PROTOCOL_VERSION, "python": sys.version.split()[0]})
     else:
@@ -207,7 +210,7 @@ def _failed(problem: Exception, args: argparse.Namespace) -> int:
 def sentence(problem: Exception) -> str:
     """What went wrong and what to do, for somebody who has not read the code. Holds no secret."""
     from tinkex import errors
-    from tinkex.client._redact import redact
+    from tinkex.redact import redact
 
     text = str(problem) or type(problem).__name__
     if isinstance(problem, errors.APIStatusError):

@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.client._archive import place, unpack
-from tinkex.client._connection import Connection
-from tinkex.client._fetch import Part, Progress, Watcher, download
-from tinkex.client._operation import Operation
-from tinkex.client._worker import in_thread
+from tinkex.client._files.archive import place, unpack
+from tinkex.client._files.fetch import Part, Progress, Watcher, download
+from tinkex.client._runtime.link import Connection
+from tinkex.client._runtime.operation import Operation
+from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.future import APIFuture
 from tinkex.errors import APIStatusError, NotFoundError, TinkexError
 from tinkex.types import ParsedCheckpointTinkerPath

@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinkex.client._loop import has_stopped, mailbox_of, on_own_loop
-from tinkex.client._operation import FutureStatus, Operation
+from tinkex.client._runtime.loop import has_stopped, mailbox_of, on_own_loop
+from tinkex.client._runtime.operation import FutureStatus, Operation
 from tinkex.clock import REAL
 from tinkex.errors import ClosedError, WrongThread
 

@@ -13,11 +13,11 @@ from urllib.parse import urlencode
 
 from tinkex import settings
 from tinkex._version import PROTOCOL_VERSION
-from tinkex.client import _validate
-from tinkex.client._call import error_of
-from tinkex.client._handle import Handle
-from tinkex.client._operation import Operation
-from tinkex.client._session import Session
+from tinkex.client._calls import validate
+from tinkex.client._calls.call import error_of
+from tinkex.client._runtime.base_client import Handle
+from tinkex.client._runtime.operation import Operation
+from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
 from tinkex.errors import APIResponseValidationError, RequestFailedError, ValidationError
 from tinkex.types import (
@@ -41,7 +41,7 @@ from tinkex.types import (
     WeightsInfoResponse,
     WhoamiResponse,
 )
-from tinkex.wire import bodies, endpoints, json_codec
+from tinkex.wire import endpoints, json_codec, requests
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
 
@@ -147,7 +147,7 @@ class RestClient(_Account):
         return self._call(
             "get_weights_info_by_tinker_path",
             endpoints.WEIGHTS_INFO,
-            body=lambda dialect: bodies.weights_info(tinker_path),
+            body=lambda dialect: requests.weights_info(tinker_path),
         )
 
     def get_run_steps(self, training_run_id: str, after_seq_id: int = -1) -> APIFuture[RunStepsResponse]:
@@ -219,12 +219,12 @@ class RestClient(_Account):
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Let the checkpoint expire in so many seconds; None keeps it for good."""
-        _validate.check_ttl(ttl_seconds)
+        validate.check_ttl(ttl_seconds)
         return self._on_checkpoint(
             "set_checkpoint_ttl_from_tinker_path",
             endpoints.SET_CHECKPOINT_TTL,
             tinker_path,
-            body=lambda dialect: bodies.set_checkpoint_ttl(ttl_seconds),
+            body=lambda dialect: requests.set_checkpoint_ttl(ttl_seconds),
         )
 
     async def set_checkpoint_ttl_from_tinker_path_async(self, tinker_path: str, ttl_seconds: int | None) -> None:
@@ -333,7 +333,7 @@ class RestClient(_Account):
 
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         return self._call(
-            "search_sessions", endpoints.SEARCH_SESSIONS, body=lambda dialect: bodies.search_sessions(request)
+            "search_sessions", endpoints.SEARCH_SESSIONS, body=lambda dialect: requests.search_sessions(request)
         )
 
     async def search_sessions_async(self, request: SessionSearchRequest) -> SessionSearchResponse:
@@ -343,7 +343,7 @@ class RestClient(_Account):
         return self._call(
             "assign_session_project",
             endpoints.SET_SESSION_PROJECT,
-            body=lambda dialect: bodies.set_session_project(project_id),
+            body=lambda dialect: requests.set_session_project(project_id),
             session_id=session_id,
         )
 
@@ -417,7 +417,7 @@ def copy_weights(
 ) -> APIFuture[str]:
     """Shared by both clients that can copy."""
     _parsed(path)
-    _validate.check_ttl(ttl_seconds)
+    validate.check_ttl(ttl_seconds)
     session = client._session
     connection = session.connect()
     operation = Operation("copy_weights", connection.clock.now(), session=session)
@@ -434,7 +434,7 @@ def copy_weights(
             headers["x-tinker-weights-access-token"] = weights_access_token
         found = await client._ask(
             endpoints.COPY_WEIGHTS,
-            lambda dialect: bodies.copy_weights(
+            lambda dialect: requests.copy_weights(
                 path,
                 destination_project_id=project_id,
                 session_id=session_id,

@@ -13,14 +13,14 @@ import random
 import threading
 from typing import Any
 
-from tinkex.client import _validate
-from tinkex.client._batch import Batch
-from tinkex.client._call import call
-from tinkex.client._connection import Connection
-from tinkex.client._dispatch import Sample, cancel_on_service, run_sample
-from tinkex.client._handle import Handle
-from tinkex.client._operation import NO_USAGE, Operation
-from tinkex.client._session import Session
+from tinkex.client._calls import validate
+from tinkex.client._calls.call import call
+from tinkex.client._calls.poll_batch import Batch
+from tinkex.client._calls.sample_call import Sample, cancel_on_service, run_sample
+from tinkex.client._runtime.base_client import Handle
+from tinkex.client._runtime.link import Connection
+from tinkex.client._runtime.operation import NO_USAGE, Operation
+from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
 from tinkex.client.stream import SampleStream
 from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
@@ -35,7 +35,7 @@ from tinkex.types import (
     SamplingParams,
     TensorData,
 )
-from tinkex.wire import bodies, endpoints, json_codec
+from tinkex.wire import endpoints, json_codec, requests
 from tinkex.wire.json_inputs import write_prompt
 
 SEQ_BLOCK = 1_000_000_000
@@ -89,7 +89,7 @@ class SamplingClient(Handle):
         4
         """
         connection = self._session.connect()
-        params = _validate.check_sampling(
+        params = validate.check_sampling(
             prompt,
             num_samples,
             sampling_params,
@@ -185,12 +185,12 @@ class SamplingClient(Handle):
         4
         """
         connection = self._session.connect()
-        params = _validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(connection))
+        params = validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(connection))
         return SampleStream(self, prompt, num_samples, params)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
-        from tinkex.client._tokenizers import tokenizer_by_name
+        from tinkex.client._files.tokenizer_files import tokenizer_by_name
 
         return tokenizer_by_name(self._session, self.get_base_model())
 
@@ -278,7 +278,7 @@ class SamplingClient(Handle):
     async def _block(self, connection: Connection, operation: Operation) -> int:
         if connection.server.sample_join_sampling_session:
             try:
-                body = bodies.join_sampling_session(self._sampling_session_id)
+                body = requests.join_sampling_session(self._sampling_session_id)
                 answer = await call(connection, endpoints.JOIN_SAMPLING_SESSION, body, operation=operation)
                 return json_codec.read_content(JoinSamplingSessionResponse, answer.content).client_counter
             except NotFoundError:
@@ -289,7 +289,7 @@ class SamplingClient(Handle):
     def _usage(self, prompt: ModelInput) -> Usage:
         if not counts_usage():
             return NO_USAGE
-        return Usage(prefill_tokens=_validate.input_length(prompt) or 0, base_model=self.base_model or "")
+        return Usage(prefill_tokens=validate.input_length(prompt) or 0, base_model=self.base_model or "")
 
     def _batch(self, connection: Connection) -> Batch:
         if self._batch_of is None or self._batch_of[0] is not connection:
@@ -331,7 +331,7 @@ def create_sampling_client(
     if model_path is None and base_model is None:
         raise ValidationError("create_sampling_client needs base_model=… or model_path=tinker://…/sampler_weights/…")
     if model_path is not None:
-        _validate.check_sampler_path(model_path)
+        validate.check_sampler_path(model_path)
     connection = session.connect()
     operation = session.operation("create_sampling_session")
     sampling_seq = session.next_sampling_seq()
@@ -340,7 +340,7 @@ def create_sampling_client(
         session_id = await session.id()
         dialect = await connection.ready()
         connection.loop.spawn(learn_context_lengths(session))
-        body = bodies.create_sampling_session(session_id, sampling_seq, base_model, model_path, dialect=dialect)
+        body = requests.create_sampling_session(session_id, sampling_seq, base_model, model_path, dialect=dialect)
         answer = await call(connection, endpoints.CREATE_SAMPLING_SESSION, body, operation=operation)
         made = json_codec.read_content(CreateSamplingSessionResponse, answer.content)
         return SamplingClient(

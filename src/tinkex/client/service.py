@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tinkex import settings
-from tinkex.client import _validate
-from tinkex.client._handle import Handle, warn_of_retry_config
-from tinkex.client._session import Session
-from tinkex.client._submit import submit
+from tinkex.client._calls import validate
+from tinkex.client._calls.submit import submit
+from tinkex.client._runtime.base_client import Handle, warn_of_retry_config
+from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
 from tinkex.client.sampling import SamplingClient, create_sampling_client, learn_context_lengths
 from tinkex.client.training import TrainingClient
@@ -25,7 +25,7 @@ from tinkex.types import (
     TrainingRun,
     WeightsInfoResponse,
 )
-from tinkex.wire import bodies, endpoints
+from tinkex.wire import endpoints, requests
 from tinkex.wire.dialect import Dialect
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ServiceClient(Handle):
             config = _configure(base_url, api_key, default_headers_overrides, options)
         elif base_url is not None or api_key is not None or options:
             raise ValidationError("Pass config=... or single settings, not both.")
-        _validate.check_metadata(user_metadata)
+        validate.check_metadata(user_metadata)
         _set_log_level()
         super().__init__(Session(config, user_metadata=user_metadata, project_id=project_id, display_name=display_name))
 
@@ -224,7 +224,7 @@ class ServiceClient(Handle):
         user_metadata: Mapping[str, Any] | None,
         optimizer: OptimizerConfig | None,
     ) -> APIFuture[TrainingClient]:
-        _validate.check_metadata(user_metadata)
+        validate.check_metadata(user_metadata)
         if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
             raise ValidationError("Nothing to train: leave at least one of train_mlp, train_attn, train_unembed True.")
         operation = self._session.operation("create_model")
@@ -248,7 +248,7 @@ class ServiceClient(Handle):
             operation,
             endpoints.CREATE_MODEL,
             self._session.next_model_seq(),
-            lambda seq, dialect: bodies.create_model(
+            lambda seq, dialect: requests.create_model(
                 session_id, seq, base_model, lora, user_metadata, optimizer, dialect=dialect
             ),
         )
@@ -266,8 +266,8 @@ class ServiceClient(Handle):
     ) -> APIFuture[TrainingClient]:
         if isinstance(base_model, Mapping):  # 0.4.1 has user_metadata in second place
             base_model, user_metadata = None, dict(base_model)
-        _validate.check_state_path(path)
-        _validate.check_metadata(user_metadata)
+        validate.check_state_path(path)
+        validate.check_metadata(user_metadata)
         operation = self._session.operation("create_training_client_from_state")
         connection = self._session.connect()
 
@@ -279,7 +279,7 @@ class ServiceClient(Handle):
                     operation,
                     endpoints.LOAD_WEIGHTS,
                     self._session.next_model_seq(),
-                    lambda seq, _: bodies.create_model_from_weights(
+                    lambda seq, _: requests.create_model_from_weights(
                         session_id,
                         seq,
                         path,
@@ -316,7 +316,7 @@ class ServiceClient(Handle):
 
         async def work() -> TrainingClient:
             info: GetInfoResponse = await self._ask(
-                endpoints.GET_INFO, lambda dialect: bodies.get_info(model_id, dialect=dialect)
+                endpoints.GET_INFO, lambda dialect: requests.get_info(model_id, dialect=dialect)
             )
             if info.last_seq_id is None:
                 raise ValidationError(
@@ -338,7 +338,7 @@ class ServiceClient(Handle):
             try:
                 headers = {"x-api-key": weights_access_token} if weights_access_token else None
                 info = await self._ask(
-                    endpoints.WEIGHTS_INFO, lambda dialect: bodies.weights_info(path), headers=headers
+                    endpoints.WEIGHTS_INFO, lambda dialect: requests.weights_info(path), headers=headers
                 )
                 return info, None
             except NotFoundError:

@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tinkex.client import _tracing
-from tinkex.client._call import error_of
-from tinkex.client._connection import Connection
-from tinkex.client._dispatch import Sample
-from tinkex.client._loop import on_own_loop
-from tinkex.client._operation import Operation
+from tinkex.client._calls.call import error_of
+from tinkex.client._calls.sample_call import Sample
+from tinkex.client._runtime import tracing
+from tinkex.client._runtime.link import Connection
+from tinkex.client._runtime.loop import on_own_loop
+from tinkex.client._runtime.operation import Operation
 from tinkex.client.future import APIFuture
 from tinkex.errors import (
     APIResponseValidationError,
@@ -147,7 +147,7 @@ class SampleStream:
             "content-type": body.content_type,
             "accept": "text/event-stream",
         }
-        _tracing.inject(headers)
+        tracing.inject(headers)
         url = f"{connection.config.base_url}{endpoints.SAMPLE_STREAM.path}"
         pool = endpoints.SAMPLE_STREAM.pool
         timeout_s = connection.config.timeout_s

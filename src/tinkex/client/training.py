@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tinkex.client import _chunks, _validate, custom_loss
-from tinkex.client._handle import Handle, warn_of_retry_config
-from tinkex.client._lane import Lane, Turn, inside_custom_loss
-from tinkex.client._operation import NO_METRICS, NO_USAGE
-from tinkex.client._session import Session
-from tinkex.client._worker import in_thread
+from tinkex.client import custom_loss
+from tinkex.client._calls import chunks, validate
+from tinkex.client._calls.chunks import estimate
+from tinkex.client._runtime.base_client import Handle, warn_of_retry_config
+from tinkex.client._runtime.lane import Lane, Turn, inside_custom_loss
+from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE
+from tinkex.client._runtime.session import Session
+from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.client.future import APIFuture
 from tinkex.errors import TinkexError, ValidationError
@@ -34,7 +36,7 @@ from tinkex.types import (
     SaveWeightsResponse,
     UnloadModelResponse,
 )
-from tinkex.wire import bodies, endpoints
+from tinkex.wire import endpoints, requests
 from tinkex.wire.body import Body
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
@@ -95,7 +97,7 @@ class TrainingClient(Handle):
             raise ValidationError(f"loss_type_input={loss_type_input!r}: only 'logprobs' is offered.")
         if not callable(loss_fn):
             raise ValidationError(f"forward_backward_custom takes a function, got {type(loss_fn).__name__}.")
-        kept = _validate.check_data(data, None)
+        kept = validate.check_data(data, None)
         chunks = self._split(kept)
         usage = self._usage(kept, trains=True, prefills=True)
         program = self._custom(kept, chunks, loss_fn)
@@ -121,12 +123,12 @@ class TrainingClient(Handle):
         given = adam_params if optim_params is None else optim_params
         if given is None:
             raise ValidationError("optim_step needs its parameters, for example AdamParams(learning_rate=1e-4).")
-        params = _validate.check_adam(given)
+        params = validate.check_adam(given)
         rate: float | None = getattr(params, "learning_rate", None)  # an optimizer of the future may have none
         return self._single(
             "optim_step",
             endpoints.OPTIM_STEP,
-            lambda seq, dialect: bodies.optim_step(self.model_id, seq, params, dialect=dialect),
+            lambda seq, dialect: requests.optim_step(self.model_id, seq, params, dialect=dialect),
             metrics=NO_METRICS if rate is None else {"learning_rate": rate},
         )
 
@@ -145,13 +147,13 @@ class TrainingClient(Handle):
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
         """Save weights and optimizer under a name, to go on from later. `ttl_seconds=None` keeps it."""
-        _validate.check_name(name)
-        _validate.check_ttl(ttl_seconds)
-        _validate.check_metadata(user_metadata)
+        validate.check_name(name)
+        validate.check_ttl(ttl_seconds)
+        validate.check_metadata(user_metadata)
         return self._single(
             "save_state",
             endpoints.SAVE_WEIGHTS,
-            lambda seq, dialect: bodies.save_weights(
+            lambda seq, dialect: requests.save_weights(
                 self.model_id,
                 seq,
                 name,
@@ -197,12 +199,12 @@ class TrainingClient(Handle):
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Save weights for sampling under a name; `.path` goes to `create_sampling_client`."""
-        _validate.check_name(name)
-        _validate.check_ttl(ttl_seconds)
-        _validate.check_metadata(user_metadata)
+        validate.check_name(name)
+        validate.check_ttl(ttl_seconds)
+        validate.check_metadata(user_metadata)
 
         def encode(seq: int, dialect: Dialect) -> Body:
-            return bodies.save_weights_for_sampler(
+            return requests.save_weights_for_sampler(
                 self.model_id, seq, name, ttl_seconds=ttl_seconds, user_metadata=user_metadata, dialect=dialect
             )
 
@@ -224,12 +226,12 @@ class TrainingClient(Handle):
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """Save weights as files for download (`RestClient.get_external_weights_urls`)."""
-        _validate.check_name(name)
-        _validate.check_ttl(ttl_seconds)
+        validate.check_name(name)
+        validate.check_ttl(ttl_seconds)
         return self._single(
             "save_weights_external",
             endpoints.SAVE_WEIGHTS_EXTERNAL,
-            lambda seq, dialect: bodies.save_weights_external(
+            lambda seq, dialect: requests.save_weights_external(
                 self.model_id, seq, name, ttl_seconds, age_encryption_recipients
             ),
         )
@@ -285,7 +287,7 @@ class TrainingClient(Handle):
         return self._single(
             "unload_model",
             endpoints.UNLOAD_MODEL,
-            lambda seq, dialect: bodies.unload_model(self.model_id, dialect=dialect),
+            lambda seq, dialect: requests.unload_model(self.model_id, dialect=dialect),
         )
 
     # -- about the model --------------------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ class TrainingClient(Handle):
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
-        from tinkex.client._tokenizers import tokenizer_of_model
+        from tinkex.client._files.tokenizer_files import tokenizer_of_model
 
         return tokenizer_of_model(self._session, self.get_info())
 
@@ -311,9 +313,9 @@ class TrainingClient(Handle):
     def _split(self, data: list[Datum]) -> list[list[Datum]]:
         connection = self._session.connect()
         if connection.dialect is Dialect.JSON:
-            return _chunks.split(data, *_chunks.JSON_LIMITS)
+            return chunks.split(data, *chunks.JSON_LIMITS)
         server = connection.server
-        return _chunks.split(data, server.fwdbwd_max_chunk_len, server.fwdbwd_max_chunk_bytes_count)
+        return chunks.split(data, server.fwdbwd_max_chunk_len, server.fwdbwd_max_chunk_bytes_count)
 
     def _pass(
         self,
@@ -323,9 +325,9 @@ class TrainingClient(Handle):
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        kept = _validate.check_data(data, loss_fn)
+        kept = validate.check_data(data, loss_fn)
         chunks = self._split(kept)
-        config = _validate.check_loss_config(loss_fn_config)
+        config = validate.check_loss_config(loss_fn_config)
 
         async def program(turn: Turn) -> Coroutine[Any, Any, ForwardBackwardOutput]:
             waits = await _send_chunks(turn, endpoint, self.model_id, chunks, loss_fn, config)
@@ -338,7 +340,7 @@ class TrainingClient(Handle):
     def _usage(self, data: list[Datum], *, trains: bool, prefills: bool) -> Usage:
         if not counts_usage():
             return NO_USAGE
-        tokens = sum(_validate.input_length(datum.model_input) or 0 for datum in data)
+        tokens = sum(validate.input_length(datum.model_input) or 0 for datum in data)
         return Usage(tokens * trains, tokens * prefills, base_model=self.base_model or "")
 
     def _custom(
@@ -381,12 +383,12 @@ class TrainingClient(Handle):
         return self._lane.submit(kind, program, metrics=metrics)
 
     def _load(self, path: str, *, optimizer: bool, weights_access_token: str | None) -> APIFuture[LoadWeightsResponse]:
-        _validate.check_state_path(path)
+        validate.check_state_path(path)
         return self._single(
             "load_state",
             endpoints.LOAD_WEIGHTS,
             # An old service knows no `optimizer`: it is told only what it could not guess.
-            lambda seq, dialect: bodies.load_weights(
+            lambda seq, dialect: requests.load_weights(
                 self.model_id, seq, path, optimizer or None, weights_access_token, dialect=dialect
             ),
         )
@@ -405,7 +407,7 @@ class TrainingClient(Handle):
         sampling_seq = self._session.next_sampling_seq()
 
         def encode(seq: int, dialect: Dialect) -> Body:
-            return bodies.save_weights_for_sampler(self.model_id, seq, None, sampling_seq, dialect=dialect)
+            return requests.save_weights_for_sampler(self.model_id, seq, None, sampling_seq, dialect=dialect)
 
         def read(answer: Any) -> SamplingClient:
             if answer.sampling_session_id is None:
@@ -420,7 +422,7 @@ class TrainingClient(Handle):
         return self._single("save_weights_and_get_sampling_client", endpoints.SAVE_WEIGHTS_FOR_SAMPLER, encode, read)
 
     def _info(self) -> APIFuture[GetInfoResponse]:
-        return self._ask(endpoints.GET_INFO, lambda dialect: bodies.get_info(self.model_id, dialect=dialect))
+        return self._ask(endpoints.GET_INFO, lambda dialect: requests.get_info(self.model_id, dialect=dialect))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (*self._pickled(), self.model_id, self.base_model, self._lane.next_seq_id)
@@ -450,10 +452,10 @@ async def _send_chunks(
     for chunk in chunks:
 
         def encode(seq: int, dialect: Dialect, chunk: list[Datum] = chunk) -> Body:
-            return bodies.forward_backward(model_id, seq, chunk, loss_fn, config, is_forward, dialect=dialect)
+            return requests.forward_backward(model_id, seq, chunk, loss_fn, config, is_forward, dialect=dialect)
 
         try:
-            waits.append(await turn.send(endpoint, encode, sum(map(_chunks.estimate, chunk))))
+            waits.append(await turn.send(endpoint, encode, sum(map(estimate, chunk))))
         except BaseException as problem:
             for wait in waits:
                 wait.close()
@@ -473,7 +475,7 @@ async def _joined(waits: list[Coroutine[Any, Any, Any]], is_forward: bool) -> Fo
     finally:
         for wait in waits[len(outputs) :]:
             wait.close()
-    return _chunks.join(outputs)
+    return chunks.join(outputs)
 
 
 async def _finished_custom(

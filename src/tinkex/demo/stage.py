@@ -19,11 +19,11 @@ from pathlib import Path
 from tinkex.client.download import download_checkpoint
 from tinkex.client.training import TrainingClient
 from tinkex.clock import REAL
-from tinkex.embed import LocalServiceClient, local
 from tinkex.errors import DeadlineExceeded, NotFoundError, TinkexError
+from tinkex.local_service import LocalServiceClient, local
+from tinkex.terminal import curve as curves
+from tinkex.terminal.line import can_encode
 from tinkex.types import RunStep
-from tinkex.watch import curve as curves
-from tinkex.watch.line import can_encode
 
 NEEDED_BYTES = 1_500_000_000
 """The model as it comes and as it is kept, and the demo's own data."""

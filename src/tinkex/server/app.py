@@ -13,9 +13,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinkex.server.access import AccessMiddleware
-from tinkex.server.faults import Refused, answer, as_response
-from tinkex.server.metrics import metrics_page
+from tinkex.server.http.access import AccessMiddleware
+from tinkex.server.http.errors import Refused, answer, as_response
+from tinkex.server.http.metrics import metrics_page
+from tinkex.server.openai import routes as openai
 from tinkex.server.routes import (
     account,
     checkpoints,
@@ -23,7 +24,6 @@ from tinkex.server.routes import (
     files,
     futures,
     insight,
-    openai,
     runs,
     sampling,
     sessions,

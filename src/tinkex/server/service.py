@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinkex.clock import Clock
-from tinkex.engine.base import Engine
-from tinkex.server.db import Db
+from tinkex.engine.contract import Engine
+from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
 from tinkex.store.store import Store
 
 if TYPE_CHECKING:
-    from tinkex.server.access import Access
-    from tinkex.server.catalog import Catalog
-    from tinkex.server.intake import Intake
-    from tinkex.server.metrics import Metrics
-    from tinkex.server.sampling import Sampling
-    from tinkex.server.tokenizers import Tokenizers
-    from tinkex.server.waiters import Waiters
-    from tinkex.server.worker import Worker
+    from tinkex.server.http.access import Access
+    from tinkex.server.http.metrics import Metrics
+    from tinkex.server.sampling.sample_queue import Sampling
+    from tinkex.server.sampling.tokenizer_cache import Tokenizers
+    from tinkex.server.training.intake import Intake
+    from tinkex.server.training.waiters import Waiters
+    from tinkex.server.training.worker import Worker
+    from tinkex.server.upkeep.catalog import Catalog
 
 
 @dataclass(slots=True, kw_only=True)

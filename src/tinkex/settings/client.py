@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.errors import ConfigError
-from tinkex.settings.places import cache_dir, config_file, config_table
+from tinkex.settings.folders import cache_dir, config_file, config_table
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

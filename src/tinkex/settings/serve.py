@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from tinkex.errors import ConfigError
 from tinkex.settings.client import normalise_url
-from tinkex.settings.places import cache_dir, config_file, config_table, data_dir
+from tinkex.settings.folders import cache_dir, config_file, config_table, data_dir
 
 KEY_PREFIX = "tml-"
 """How a key begins: official clients from 0.36 refuse any other."""

@@ -13,7 +13,7 @@ With pytest: `pytest_plugins = ["tinkex.testing.pytest_plugin"]` gives the fixtu
 from __future__ import annotations
 
 from tinkex.testing.clock import FakeClock
-from tinkex.testing.messages import Request
+from tinkex.testing.http.messages import Request
 from tinkex.testing.script import (
     Answer,
     Delay,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tinkex.testing.futures import Future
+from tinkex.testing.handlers.futures import Future
 
 
 class Conflict(Exception):

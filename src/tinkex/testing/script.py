@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tinkex.testing.messages import Request
+from tinkex.testing.http.messages import Request
 from tinkex.wire import endpoints
 
 When = Literal["before", "after_accept"]

@@ -14,15 +14,15 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from tinkex.errors import ValidationError
-from tinkex.testing.account import Account
-from tinkex.testing.files import Files
-from tinkex.testing.futures import json_response
-from tinkex.testing.http import HttpServer
-from tinkex.testing.messages import Reply, Request, Response
-from tinkex.testing.sampling import Sampling
+from tinkex.testing.handlers.account import Account
+from tinkex.testing.handlers.files import Files
+from tinkex.testing.handlers.futures import json_response
+from tinkex.testing.handlers.sampling import Sampling
+from tinkex.testing.handlers.training import Training
+from tinkex.testing.http.messages import Reply, Request, Response
+from tinkex.testing.http.server import HttpServer
 from tinkex.testing.script import FILE, Action, Answer, Delay, Drop, Hang, Script, Status, Twist
 from tinkex.testing.state import Checkpoint, Config, Model, Refused, Sampler, Session, State
-from tinkex.testing.training import Training
 from tinkex.wire import endpoints
 
 Route = Callable[[Request], "Reply | Awaitable[Reply]"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinkex.clock import REAL, Clock
-from tinkex.testing.futures import Future, Result
+from tinkex.testing.handlers.futures import Future, Result
 from tinkex.testing.lane import Lane
 from tinkex.testing.model import Weights
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from tinkex import events
 from tinkex.clock import REAL, Clock
 from tinkex.errors import ConfigError, ValidationError
-from tinkex.watch import curve as curves
+from tinkex.terminal import curve as curves
+from tinkex.terminal import screen as screens
+from tinkex.terminal.line import can_encode
 from tinkex.watch import prices as price_tables
-from tinkex.watch import screen as screens
-from tinkex.watch.line import can_encode
 from tinkex.watch.prices import Price, Prices, PriceTable
 from tinkex.watch.report import Report
 from tinkex.watch.tally import StepRecord, Tally

@@ -18,15 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinkex.engine.decoder import Acting, Next, Reading, segments_of
-from tinkex.engine.kv_cache import RowCache, RowLayer
-from tinkex.engine.packed import between, formats, gemm
-from tinkex.engine.packed.deltas import Deltas
-from tinkex.engine.packed.formats import Linear
+from tinkex.engine.packed import linear, norm_rope_gate, quantized
+from tinkex.engine.packed.decode_attention import steps_for
+from tinkex.engine.packed.linear import Packed
+from tinkex.engine.packed.lora_decode import Stacks
+from tinkex.engine.packed.lora_train import Deltas
+from tinkex.engine.packed.quantized import Linear
 from tinkex.engine.packed.runner import PackedRunner
-from tinkex.engine.packed.stacks import Stacks
-from tinkex.engine.packed.steps import steps_for
 from tinkex.engine.packed.weights import Weights
+from tinkex.engine.sampling.decoder import Acting, Next, Reading, segments_of
+from tinkex.engine.sampling.kv_cache import RowCache, RowLayer
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -44,7 +45,7 @@ class PackedDecoder:
     can_share = True
 
     def __init__(self, weights: Weights, kind: str = "float32") -> None:
-        """`kind`: of the weights that rows step with, one of `formats.FORMATS`."""
+        """`kind`: of the weights that rows step with, one of `quantized.FORMATS`."""
         self._weights = weights
         self._kind = kind
         self._linears: list[Linear] = []
@@ -79,15 +80,15 @@ class PackedDecoder:
         for number, layer in enumerate(weights.layers):
             is_exact = self._kind == "float32"
             qkv, out, gate_up, down = linears[4 * number : 4 * number + 4] if is_exact else (None,) * 4
-            qkv_NO = deltas.forward(layer.qkv, between.norm(weights, x_ND, layer.norm_in_D), qkv)
-            between.norm_heads(weights, layer, qkv_NO)
-            between.rotate(weights, qkv_NO, cos_N1W, sin_N1W)
+            qkv_NO = deltas.forward(layer.qkv, norm_rope_gate.norm(weights, x_ND, layer.norm_in_D), qkv)
+            norm_rope_gate.norm_heads(weights, layer, qkv_NO)
+            norm_rope_gate.rotate(weights, qkv_NO, cos_N1W, sin_N1W)
             gathered_NO = torch.cat([self._look_back(look, number, qkv_NO[look.tokens]) for look in looks])
             middle_ND = deltas.forward(layer.out, gathered_NO, out).add_(x_ND)
-            normed_ND = between.norm(weights, middle_ND, layer.norm_mlp_D)
-            inner_NF = between.activate(weights, deltas.forward(layer.gate_up, normed_ND, gate_up))
+            normed_ND = norm_rope_gate.norm(weights, middle_ND, layer.norm_mlp_D)
+            inner_NF = norm_rope_gate.activate(weights, deltas.forward(layer.gate_up, normed_ND, gate_up))
             x_ND = deltas.forward(layer.down, inner_NF, down).add_(middle_ND)
-        hidden_ND = between.norm(weights, x_ND, weights.norm_D)
+        hidden_ND = norm_rope_gate.norm(weights, x_ND, weights.norm_D)
         found = dict(zip(order, torch.split(hidden_ND, lengths), strict=True))
         return [found[number] for number in range(len(order))]
 
@@ -120,22 +121,22 @@ class PackedDecoder:
         shared = _shared(rows)
         x_BD = weights.embedded(torch.tensor([row.token for row in rows]))
         for number, layer in enumerate(weights.layers):
-            qkv_BO = self._linear(linears, 4 * number, between.norm(weights, x_BD, layer.norm_in_D))
-            between.norm_heads(weights, layer, qkv_BO)
+            qkv_BO = self._linear(linears, 4 * number, norm_rope_gate.norm(weights, x_BD, layer.norm_in_D))
+            norm_rope_gate.norm_heads(weights, layer, qkv_BO)
             gathered_BO = self._gather(cache, number, qkv_BO, shared)
             x_BD = self._linear(linears, 4 * number + 1, gathered_BO, x_BD)
-            gate_up_BF = self._linear(linears, 4 * number + 2, between.norm(weights, x_BD, layer.norm_mlp_D))
-            x_BD = self._linear(linears, 4 * number + 3, between.activate(weights, gate_up_BF), x_BD)
-        return between.norm(weights, x_BD, weights.norm_D)
+            gate_up_BF = self._linear(linears, 4 * number + 2, norm_rope_gate.norm(weights, x_BD, layer.norm_mlp_D))
+            x_BD = self._linear(linears, 4 * number + 3, norm_rope_gate.activate(weights, gate_up_BF), x_BD)
+        return norm_rope_gate.norm(weights, x_BD, weights.norm_D)
 
     def logits(self, hidden_ND: Tensor, acting: Acting) -> Tensor:
-        if hidden_ND.shape[0] <= gemm.PACKED_UP_TO:
+        if hidden_ND.shape[0] <= linear.PACKED_UP_TO:
             unembed = self._packed()[-1]
             self._head.arrange(acting)
             logits_NV = unembed(hidden_ND)
             self._head.add(0, hidden_ND, logits_NV)
             return logits_NV
-        logits_NV = gemm.linear(hidden_ND, self._weights.head_VD)
+        logits_NV = linear.linear(hidden_ND, self._weights.head_VD)
         for weights, start, stop in segments_of(acting):
             pair = weights.pairs.get(self._weights.head_site)
             if pair is not None:
@@ -145,7 +146,7 @@ class PackedDecoder:
 
     def _linear(self, linears: Sequence[Linear], number: int, x_BD: Tensor, onto_BO: Tensor | None = None) -> Tensor:
         linear, adapters = linears[number], self._stacks.job(number)
-        if adapters is not None and isinstance(linear, gemm.Packed):
+        if adapters is not None and isinstance(linear, Packed):
             return linear(x_BD, onto_BO, adapters)
         y_BO = linear(x_BD, onto_BO)
         self._stacks.add(number, x_BD, y_BO)
@@ -191,9 +192,9 @@ class PackedDecoder:
     def _laid_out(self) -> list[Linear]:
         groups = [group for layer in self._weights.layers for group in layer.groups]
         linears = [
-            formats.linear_for(self._kind, group.weight_OD, group.bias_O, self._weights.kernels) for group in groups
+            quantized.linear_for(self._kind, group.weight_OD, group.bias_O, self._weights.kernels) for group in groups
         ]
-        return [*linears, gemm.Packed(self._weights.head_VD, None, self._weights.kernels)]
+        return [*linears, Packed(self._weights.head_VD, None, self._weights.kernels)]
 
     def _is_right(self, linears: Sequence[Linear]) -> bool:
         """Whether steps find what a whole pass finds: the kernels were built elsewhere."""

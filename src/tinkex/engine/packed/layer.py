@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tinkex.engine.packed import between
+from tinkex.engine.packed import norm_rope_gate
 from tinkex.engine.packed.attention import Run, attend, attend_backward
-from tinkex.engine.packed.deltas import Deltas
+from tinkex.engine.packed.lora_train import Deltas
 from tinkex.engine.packed.weights import Layer, Weights
 
 
@@ -42,13 +42,13 @@ class Kept(NamedTuple):
 
 
 def forward(weights: Weights, layer: Layer, pack: Pack, x_ND: Tensor) -> tuple[Tensor, Kept]:
-    qkv_NO = pack.deltas.forward(layer.qkv, between.norm(weights, x_ND, layer.norm_in_D))
-    raw_qk_NO = between.norm_heads(weights, layer, qkv_NO)
-    between.rotate(weights, qkv_NO, pack.cos_N1W, pack.sin_N1W)
+    qkv_NO = pack.deltas.forward(layer.qkv, norm_rope_gate.norm(weights, x_ND, layer.norm_in_D))
+    raw_qk_NO = norm_rope_gate.norm_heads(weights, layer, qkv_NO)
+    norm_rope_gate.rotate(weights, qkv_NO, pack.cos_N1W, pack.sin_N1W)
     gathered_NO, totals = attend(weights, qkv_NO, pack.runs)
     middle_ND = pack.deltas.forward(layer.out, gathered_NO).add_(x_ND)
-    gate_up_NF = pack.deltas.forward(layer.gate_up, between.norm(weights, middle_ND, layer.norm_mlp_D))
-    out_ND = pack.deltas.forward(layer.down, between.activate(weights, gate_up_NF)).add_(middle_ND)
+    gate_up_NF = pack.deltas.forward(layer.gate_up, norm_rope_gate.norm(weights, middle_ND, layer.norm_mlp_D))
+    out_ND = pack.deltas.forward(layer.down, norm_rope_gate.activate(weights, gate_up_NF)).add_(middle_ND)
     return out_ND, Kept(x_ND, raw_qk_NO, qkv_NO, gathered_NO, totals, middle_ND, gate_up_NF)
 
 
@@ -57,19 +57,19 @@ def backward(weights: Weights, layer: Layer, pack: Pack, kept: Kept, dy_ND: Tens
     dmiddle_ND = _mlp_backward(weights, layer, pack, kept, dy_ND)
     dgathered_NO = pack.deltas.backward(layer.out, kept.gathered_NO, dmiddle_ND)
     dqkv_NO = attend_backward(weights, kept.qkv_NO, kept.gathered_NO, kept.totals, dgathered_NO, pack.runs)
-    between.rotate(weights, dqkv_NO, pack.cos_N1W, pack.sin_N1W, is_back=True)
+    norm_rope_gate.rotate(weights, dqkv_NO, pack.cos_N1W, pack.sin_N1W, is_back=True)
     if kept.raw_qk_NO is not None:
-        between.norm_heads_backward(weights, layer, kept.raw_qk_NO, dqkv_NO)
-    normed_ND = between.norm(weights, kept.x_ND, layer.norm_in_D)
+        norm_rope_gate.norm_heads_backward(weights, layer, kept.raw_qk_NO, dqkv_NO)
+    normed_ND = norm_rope_gate.norm(weights, kept.x_ND, layer.norm_in_D)
     dnormed_ND = pack.deltas.backward(layer.qkv, normed_ND, dqkv_NO, needs_dx=needs_dx)
     if not needs_dx:
         return dnormed_ND
-    return between.norm_backward(weights, kept.x_ND, layer.norm_in_D, dnormed_ND, dmiddle_ND)
+    return norm_rope_gate.norm_backward(weights, kept.x_ND, layer.norm_in_D, dnormed_ND, dmiddle_ND)
 
 
 def _mlp_backward(weights: Weights, layer: Layer, pack: Pack, kept: Kept, dy_ND: Tensor) -> Tensor:
-    dinner_NF = pack.deltas.backward(layer.down, between.activate(weights, kept.gate_up_NF), dy_ND)
-    dgate_up_NF = between.activate_backward(weights, kept.gate_up_NF, dinner_NF)
-    normed_ND = between.norm(weights, kept.middle_ND, layer.norm_mlp_D)
+    dinner_NF = pack.deltas.backward(layer.down, norm_rope_gate.activate(weights, kept.gate_up_NF), dy_ND)
+    dgate_up_NF = norm_rope_gate.activate_backward(weights, kept.gate_up_NF, dinner_NF)
+    normed_ND = norm_rope_gate.norm(weights, kept.middle_ND, layer.norm_mlp_D)
     dnormed_ND = pack.deltas.backward(layer.gate_up, normed_ND, dgate_up_NF)
-    return between.norm_backward(weights, kept.middle_ND, layer.norm_mlp_D, dnormed_ND, dy_ND)
+    return norm_rope_gate.norm_backward(weights, kept.middle_ND, layer.norm_mlp_D, dnormed_ND, dy_ND)

@@ -13,15 +13,15 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from tinkex.engine.lora import Segment
-from tinkex.engine.packed import between
+from tinkex.engine.adapters.lora import Segment
 from tinkex.engine.packed import layer as layers
+from tinkex.engine.packed import norm_rope_gate
 from tinkex.engine.packed.attention import Run, runs_of
-from tinkex.engine.packed.deltas import Deltas
+from tinkex.engine.packed.head import Head, score
 from tinkex.engine.packed.layer import Kept, Pack
-from tinkex.engine.packed.unembed import Head, score
+from tinkex.engine.packed.lora_train import Deltas
 from tinkex.engine.packed.weights import Weights
-from tinkex.engine.runner import Item
+from tinkex.engine.training.runner import Item
 
 KEPT_BYTES = 1_500_000_000
 """What all layers together may keep for the backward pass."""
@@ -46,7 +46,7 @@ class PackedRunner:
         pack = Pack(Deltas((), len(tokens_T)), runs_of([len(tokens_T)]), *weights.angles(torch.arange(len(tokens_T))))
         for layer in weights.layers:
             x_TD, _ = layers.forward(weights, layer, pack, x_TD)
-        return between.norm(weights, x_TD, weights.norm_D)
+        return norm_rope_gate.norm(weights, x_TD, weights.norm_D)
 
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
         """Yields between layers and between chunks of the unembedding."""
@@ -74,10 +74,10 @@ class PackedRunner:
                 kept.append(_cut(found, pack.runs, graded) if number < whole else before_ND[:graded])
             del found, before_ND
             yield
-        hidden_ND = between.norm(weights, x_ND, weights.norm_D)
+        hidden_ND = norm_rope_gate.norm(weights, x_ND, weights.norm_D)
         d_ND = yield from score(self._head, items, hidden_ND, graded)
         if graded:
-            d_ND = between.norm_backward(weights, x_ND[:graded], weights.norm_D, d_ND, None)
+            d_ND = norm_rope_gate.norm_backward(weights, x_ND[:graded], weights.norm_D, d_ND, None)
             if hidden_ND.shape[0] > graded:
                 pack = _pack(weights, items, graded, graded)
             del x_ND, hidden_ND

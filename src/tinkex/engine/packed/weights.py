@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinkex.engine.packed.kernels import Kernels
+from tinkex.engine.packed.kernels.binding import Kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")

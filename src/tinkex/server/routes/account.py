@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex._version import __version__
-from tinkex.server import views
-from tinkex.server.access import key_in
-from tinkex.server.faults import Refused, answer, bad
-from tinkex.server.requests import service_of, tenant_of
+from tinkex.server.http import views
+from tinkex.server.http.access import key_in
+from tinkex.server.http.errors import Refused, answer, bad
+from tinkex.server.http.requests import service_of, tenant_of
 from tinkex.server.routes.runs import checkpoints_in_project
 from tinkex.server.service import Service
 from tinkex.store.records import AuditEntry

@@ -9,13 +9,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server import folders, views
-from tinkex.server.faults import answer
-from tinkex.server.owned import own_checkpoint, own_run, path_in, readable_checkpoint, ttl_in
-from tinkex.server.requests import body_of, page_of, service_of, tenant_of
+from tinkex.server.http import views
+from tinkex.server.http.errors import answer
+from tinkex.server.http.lookup import own_checkpoint, own_run, path_in, readable_checkpoint, ttl_in
+from tinkex.server.http.requests import body_of, page_of, service_of, tenant_of
 from tinkex.server.routes.account import note
 from tinkex.server.routes.copies import copy_weights
 from tinkex.server.routes.runs import checkpoints_of
+from tinkex.server.upkeep import folders
 from tinkex.store.records import Checkpoint
 
 __all__ = [

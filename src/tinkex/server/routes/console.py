@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from tinkex.server.faults import as_response, not_found
+from tinkex.server.http.errors import as_response, not_found
 
 FOLDER: Final = Path(__file__).parents[1] / "console"
 PAGE: Final = "index.html"

@@ -16,13 +16,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server import folders
-from tinkex.server.faults import answer, bad, not_found
-from tinkex.server.owned import own_session, path_in, readable_checkpoint, ttl_in
-from tinkex.server.requests import body_of, service_of, tenant_of
+from tinkex.server.http.errors import answer, bad, not_found
+from tinkex.server.http.lookup import own_session, path_in, readable_checkpoint, ttl_in
+from tinkex.server.http.requests import body_of, service_of, tenant_of
 from tinkex.server.routes.account import note
 from tinkex.server.routes.sessions import idempotency_key
 from tinkex.server.service import Service
+from tinkex.server.upkeep import folders
 from tinkex.store.records import Checkpoint, Operation, Run, Session
 from tinkex.store.store import Duplicate
 

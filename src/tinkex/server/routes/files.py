@@ -12,13 +12,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinkex.server import folders, links, views
-from tinkex.server.downloads import ARCHIVE, Download, archive_of, file_of, respond
-from tinkex.server.faults import Refused, answer, as_response, not_found
-from tinkex.server.owned import live_checkpoint, readable_checkpoint
-from tinkex.server.requests import service_of, tenant_of
+from tinkex.server.http import links, views
+from tinkex.server.http.downloads import ARCHIVE, Download, archive_of, file_of, respond
+from tinkex.server.http.errors import Refused, answer, as_response, not_found
+from tinkex.server.http.lookup import live_checkpoint, readable_checkpoint
+from tinkex.server.http.requests import service_of, tenant_of
 from tinkex.server.routes.account import note
 from tinkex.server.routes.imports import import_weights
+from tinkex.server.upkeep import folders
 from tinkex.store.records import Checkpoint
 
 TOKENIZER_FILES = frozenset(

@@ -8,12 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.faults import Refused, answer, bad, not_found
-from tinkex.server.requests import IN_THREAD_BYTES, body_of, service_of, tenant_of
-from tinkex.server.sample_spec import response_of
-from tinkex.server.sampling import PREFIX, Sample
+from tinkex.server.http.errors import Refused, answer, bad, not_found
+from tinkex.server.http.requests import IN_THREAD_BYTES, body_of, service_of, tenant_of
+from tinkex.server.sampling.sample_queue import PREFIX, Sample
+from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
-from tinkex.server.waiters import Outcome
+from tinkex.server.training.waiters import Outcome
 from tinkex.store.records import Operation
 from tinkex.types.base import Value
 from tinkex.wire import json_codec, proto_codec

@@ -6,14 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex._version import __version__
-from tinkex.server import views
-from tinkex.server.faults import answer, bad
-from tinkex.server.intake import MAX_SEQ
-from tinkex.server.lanes import Pending
-from tinkex.server.owned import own_run
-from tinkex.server.requests import page_of, service_of, tenant_of
+from tinkex.server.http import views
+from tinkex.server.http.errors import answer, bad
+from tinkex.server.http.lookup import own_run
+from tinkex.server.http.requests import page_of, service_of, tenant_of
 from tinkex.server.service import Service
-from tinkex.server.steps import steps_of, thinned
+from tinkex.server.training.intake import MAX_SEQ
+from tinkex.server.training.run_queue import Pending
+from tinkex.server.training.steps import steps_of, thinned
 from tinkex.store.records import Operation
 
 MOST_OPERATIONS = 5000

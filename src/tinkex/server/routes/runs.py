@@ -8,11 +8,11 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.engine.base import ModelInfo
-from tinkex.server import views
-from tinkex.server.faults import Refused, answer
-from tinkex.server.owned import own_run, own_sampler, text_in
-from tinkex.server.requests import body_of, page_of, service_of, tenant_of
+from tinkex.engine.contract import ModelInfo
+from tinkex.server.http import views
+from tinkex.server.http.errors import Refused, answer
+from tinkex.server.http.lookup import own_run, own_sampler, text_in
+from tinkex.server.http.requests import body_of, page_of, service_of, tenant_of
 from tinkex.server.service import Service
 from tinkex.store.records import Checkpoint, Run
 from tinkex.store.store import Store

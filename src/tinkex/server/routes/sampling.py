@@ -12,10 +12,10 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinkex.engine.base import EngineFault, Sampled, SampleEvent, SampleSpec
-from tinkex.server.faults import Refused, answer, bad
-from tinkex.server.owned import own_session, text_in
-from tinkex.server.requests import (
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec
+from tinkex.server.http.errors import Refused, answer, bad
+from tinkex.server.http.lookup import own_session, text_in
+from tinkex.server.http.requests import (
     MOST_JSON_BYTES,
     body_of,
     content_of,
@@ -25,8 +25,8 @@ from tinkex.server.requests import (
     service_of,
     tenant_of,
 )
-from tinkex.server.sample_spec import response_of, spec_of
-from tinkex.server.sampling import Target
+from tinkex.server.sampling.sample_queue import Target
+from tinkex.server.sampling.sample_spec import response_of, spec_of
 from tinkex.server.service import Service
 from tinkex.store.records import Sampler
 from tinkex.types.sampling import SampleRequest

@@ -16,11 +16,11 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server import views
-from tinkex.server.access import key_in
-from tinkex.server.faults import Refused, answer
-from tinkex.server.owned import metadata_in, own_session, text_in
-from tinkex.server.requests import body_of, page_of, read_as, service_of, tenant_of
+from tinkex.server.http import views
+from tinkex.server.http.access import key_in
+from tinkex.server.http.errors import Refused, answer
+from tinkex.server.http.lookup import metadata_in, own_session, text_in
+from tinkex.server.http.requests import body_of, page_of, read_as, service_of, tenant_of
 from tinkex.server.routes.runs import checkpoints_of
 from tinkex.store.records import Session
 from tinkex.store.store import Store

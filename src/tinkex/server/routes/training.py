@@ -10,14 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.engine.commands import pass_frame
 from tinkex.engine.frames import Frame
+from tinkex.engine.messages import pass_frame
 from tinkex.errors import ValidationError
-from tinkex.server.checks import check_data, check_name
-from tinkex.server.faults import Refused, answer, bad, not_found
-from tinkex.server.lanes import Lane
-from tinkex.server.owned import metadata_in, own_session, text_in, ttl_in
-from tinkex.server.requests import (
+from tinkex.server.http.errors import Refused, answer, bad, not_found
+from tinkex.server.http.lookup import metadata_in, own_session, text_in, ttl_in
+from tinkex.server.http.requests import (
     IN_THREAD_BYTES,
     body_of,
     content_of,
@@ -28,6 +26,8 @@ from tinkex.server.requests import (
     tenant_of,
 )
 from tinkex.server.service import Service
+from tinkex.server.training.checks import check_data, check_name
+from tinkex.server.training.run_queue import Lane
 from tinkex.store.records import Run
 from tinkex.types.training import ForwardBackwardRequest, ForwardRequest, LoraConfig
 from tinkex.types.weights import ParsedCheckpointTinkerPath

@@ -1,0 +1,249 @@
+"""What `tinkex doctor` looks at, from the name of the service to its clock. Every probe ends within 5 seconds.
+
+A probe gives findings and raises nothing: what went wrong is the finding, with what to do about it.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Coroutine
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from tinkex import settings
+from tinkex.client._calls.call import send
+from tinkex.client._http.dial import tls_context
+from tinkex.client._http.transport import Answer
+from tinkex.client._runtime.link import Connection
+from tinkex.client._runtime.operation import Operation
+from tinkex.clock import REAL
+from tinkex.errors import ConfigError, TinkexError
+from tinkex.redact import redact
+from tinkex.settings import Config
+from tinkex.types import GetServerCapabilitiesResponse, SupportedModel
+from tinkex.wire import endpoints, json_codec
+from tinkex.wire.dialect import Dialect
+
+PROBE_S = 5.0
+SKEW_WARN_S = 30.0
+SKEW_FAIL_S = 300.0
+"""Access tokens are renewed five minutes before they end: a clock that far off uses dead ones."""
+T = TypeVar("T")
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at. `status`: ok, warn or FAIL."""
+
+    check: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+
+class Route(NamedTuple):
+    """Where packets go first: the service itself, or a proxy."""
+
+    host: str
+    port: int
+    is_tls: bool
+    proxy: str | None
+
+
+def route_to(config: Config) -> Route:
+    parts = urlsplit(config.base_url)
+    host, is_tls = parts.hostname or "", parts.scheme == "https"
+    proxy = settings.proxy_for(config.base_url, config)
+    if proxy is None:
+        return Route(host, parts.port or (443 if is_tls else 80), is_tls, None)
+    through = urlsplit(proxy)
+    name = f"{through.hostname}:{through.port or 80}"  # without the password that may stand in it
+    return Route(through.hostname or "", through.port or 80, False, name)
+
+
+def network(config: Config) -> tuple[list[Finding], bool]:
+    """DNS, TCP and TLS on the way to the service; and whether it speaks HTTP/2."""
+    route = route_to(config)
+    to = f"the proxy {route.proxy}" if route.proxy else f"{route.host}:{route.port}"
+    found: list[Finding] = []
+    is_http2 = False
+    try:
+        addresses, took_s = _timed(lambda: socket.getaddrinfo(route.host, route.port, type=socket.SOCK_STREAM))
+        shown = ", ".join(sorted({str(address[4][0]) for address in addresses}))
+        found.append(Finding("DNS", "ok", f"{route.host} is {shown} ({took_s * 1000:.0f} ms)"))
+    except OSError as problem:
+        remedy = "Check base_url, this machine's DNS, and whether a VPN is needed."
+        return [Finding("DNS", "FAIL", f"{route.host} cannot be found: {_reason(problem)}", remedy)], False
+    try:
+        took_s = _timed(lambda: socket.create_connection((route.host, route.port), PROBE_S).close())[1]
+        found.append(Finding("TCP", "ok", f"{to} accepts connections ({took_s * 1000:.0f} ms)"))
+    except ConnectionRefusedError:
+        remedy = "Nothing listens there: is the service running, and is the port right?"
+        return [*found, Finding("TCP", "FAIL", f"{to} refuses connections", remedy)], False
+    except OSError as problem:
+        remedy = "A firewall may swallow the packets; behind a company proxy set TINKEX_PROXY."
+        return [*found, Finding("TCP", "FAIL", f"{to} does not answer: {_reason(problem)}", remedy)], False
+    if route.is_tls:
+        finding, is_http2 = _tls(config, route)
+        found.append(finding)
+    return found, is_http2
+
+
+def _tls(config: Config, route: Route) -> tuple[Finding, bool]:
+    def shake() -> tuple[str | None, str | None, float]:
+        with (
+            socket.create_connection((route.host, route.port), PROBE_S) as plain,
+            context.wrap_socket(plain, server_hostname=route.host) as wrapped,
+        ):
+            expires = ssl.cert_time_to_seconds(str((wrapped.getpeercert() or {})["notAfter"]))
+            return wrapped.version(), wrapped.selected_alpn_protocol(), expires
+
+    try:
+        context = tls_context(config.ca_file)
+        (version, protocol, expires), took_s = _timed(shake)
+    except ConfigError as problem:
+        return Finding("TLS", "FAIL", str(problem), "Set TINKEX_CA_FILE to a file of certificates (PEM)."), False
+    except ssl.SSLCertVerificationError as problem:
+        remedy = "Behind a company proxy, set TINKEX_CA_FILE to the file of its certificate authority."
+        return Finding("TLS", "FAIL", f"the certificate is not trusted: {problem.verify_message}", remedy), False
+    except OSError as problem:
+        remedy = "Is this an https address? A service on this machine usually is http://127.0.0.1:PORT."
+        return Finding("TLS", "FAIL", f"no encrypted connection: {_reason(problem)}", remedy), False
+    days = (expires - REAL.wall()) / 86400
+    detail = f"{version}, {protocol or 'http/1.1'}, certificate good for {days:.0f} days ({took_s * 1000:.0f} ms)"
+    if days < 7:
+        return Finding(
+            "TLS", "warn", detail, "Tell whoever runs the service to renew its certificate."
+        ), protocol == "h2"
+    return Finding("TLS", "ok", detail), protocol == "h2"
+
+
+def http(connection: Connection) -> tuple[list[Finding], bool]:
+    """Whether the service answers, and what its clock says."""
+    started = REAL.now()
+    try:
+        answer = _ask(connection, endpoints.HEALTHZ)
+    except TinkexError as problem:
+        remedy = "The address answers, but not with HTTP. Check base_url, and any proxy between here and there."
+        return [Finding("HTTP", "FAIL", redact(str(problem)), remedy)], False
+    took_s = REAL.now() - started
+    detail = f"GET {endpoints.HEALTHZ.path} answered {answer.status} ({took_s * 1000:.0f} ms)"
+    found = [Finding("HTTP", "ok", detail)]
+    if answer.status >= 500:
+        found = [Finding("HTTP", "FAIL", detail, "The service is up but not well, or still starting. Try again soon.")]
+    elif answer.status >= 400:
+        found = [Finding("HTTP", "ok", f"{detail}; the service has no health check")]
+    return [*found, clock(answer.headers.get("date"), REAL.wall() - took_s / 2)], True
+
+
+def clock(date: str | None, wall: float) -> Finding:
+    """This machine's clock against the service's. A date has whole seconds, so small differences mean nothing."""
+    try:
+        skew_s = wall - parsedate_to_datetime(date or "").timestamp()
+    except (TypeError, ValueError):
+        return Finding("clock", "ok", "not compared: the service sends no date")
+    if abs(skew_s) < SKEW_WARN_S:
+        return Finding("clock", "ok", "agrees with the service's to within a few seconds" if abs(skew_s) < 3 else
+                       f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the service's")  # fmt: skip
+    detail = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the service's"
+    remedy = "Set this machine's clock (switch time synchronisation on): tokens and expiry times depend on it."
+    return Finding("clock", "FAIL" if abs(skew_s) >= SKEW_FAIL_S else "warn", detail, remedy)
+
+
+def service(connection: Connection) -> list[Finding]:
+    """The handshake: dialect and limits, as the service announces them."""
+    try:
+        dialect = _run(connection, connection.ready)
+    except (TinkexError, ValueError) as problem:  # ValueError: the answer is no JSON
+        remedy = "Is base_url that of a Tinker API? It is the part of the address before /api/v1."
+        if getattr(problem, "status_code", 0) in (401, 403):
+            remedy = "Set TINKER_API_KEY to a key of this service."
+        return [Finding("dialect", "FAIL", redact(str(problem)), remedy)]
+    if dialect is Dialect.JSON:
+        return [Finding("dialect", "ok", "JSON: a service of the protocol before 0.18, which announces no limits")]
+    server, own = connection.server, connection.extensions
+    offers = ", ".join(name for name, is_on in own.items() if is_on is True)
+    detail = "protobuf" + (
+        f"; tinkex service {own.get('version', '?')}, offers {offers or 'nothing more'}" if own else ""
+    )
+    limits = (
+        f"chunks of {server.fwdbwd_max_chunk_len} datums or {server.fwdbwd_max_chunk_bytes_count / 1e6:.1f} MB; "
+        f"{server.sample_max_concurrent_requests} samples in flight"
+    )
+    return [Finding("dialect", "ok", detail), Finding("limits", "ok", limits)]
+
+
+def key(connection: Connection) -> Finding:
+    """Whether the service takes the key. Asks for something that every service guards."""
+    row = endpoints.LIST_TRAINING_RUNS
+    try:
+        answer = _ask(connection, row, f"{row.path}?limit=1")
+    except TinkexError as problem:
+        return Finding("key", "FAIL", redact(str(problem)), "Try again; the service answered before.")
+    if answer.status in (401, 403):
+        return Finding("key", "FAIL", f"refused (HTTP {answer.status})", "Set TINKER_API_KEY to a key of this service.")
+    if answer.status == 402:
+        return Finding("key", "FAIL", "accepted, but the account cannot pay (HTTP 402)", "Settle the account's bill.")
+    if answer.status >= 400:
+        return Finding("key", "warn", f"not known: HTTP {answer.status}", "Try again; if it stays, ask the service.")
+    return Finding("key", "ok", "accepted")
+
+
+def models(connection: Connection) -> tuple[Finding, list[SupportedModel]]:
+    """What the service offers."""
+    try:
+        answer = _ask(connection, endpoints.GET_SERVER_CAPABILITIES)
+        if answer.status >= 400:
+            return Finding("models", "warn", f"not known: HTTP {answer.status}", "Check the key."), []
+        offered = json_codec.read(GetServerCapabilitiesResponse, json_codec.decode(answer.content)).supported_models
+    except (TinkexError, ValueError) as problem:
+        return Finding("models", "warn", redact(str(problem)), "Ask whoever runs the service."), []
+    if not offered:
+        return Finding("models", "warn", "the service offers none", "Ask whoever runs the service."), []
+    shown = ", ".join(map(_model, offered[:8])) + (f" and {len(offered) - 8} more" if len(offered) > 8 else "")
+    return Finding("models", "ok", shown), offered
+
+
+def _model(offered: SupportedModel) -> str:
+    about = [f"{offered.max_context_length:,} tokens"] if offered.max_context_length else []
+    about += ["no training"] if offered.trainable is False else []
+    about += ["no sampling"] if offered.sampleable is False else []
+    return f"{offered.model_name}" + (f" ({', '.join(about)})" if about else "")
+
+
+def _ask(connection: Connection, row: endpoints.Endpoint, path: str | None = None) -> Answer:
+    """One exchange, no retry: a doctor wants to see the fever."""
+    return _run(connection, lambda: send(connection, row, None, path=path, timeout_s=PROBE_S))
+
+
+def _run(connection: Connection, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    operation = Operation("doctor", connection.clock.now())
+    return connection.run(operation, work, PROBE_S).result()
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
+    """The result and its seconds. On a thread of its own: looking up a name cannot be told to stop."""
+    outcome: list[T] = []
+    failure: list[OSError] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except OSError as problem:
+            failure.append(problem)
+
+    started = REAL.now()
+    thread = threading.Thread(target=run, name="tinkex-doctor", daemon=True)
+    thread.start()
+    thread.join(PROBE_S)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise TimeoutError(f"no answer within {PROBE_S:.0f} s")
+    return outcome[0], REAL.now() - started
+
+
+def _reason(problem: OSError) -> str:
+    return str(problem.strerror or problem)

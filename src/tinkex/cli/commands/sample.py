@@ -1,0 +1,212 @@
+"""`tinkex sample`: a prompt in, text or token ids out, as they are made."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tinkex.cli.arguments import count, token_ids
+from tinkex.terminal import output
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from tinkex.cli.main import Words
+    from tinkex.client.sampling import SamplingClient
+    from tinkex.client.service import ServiceClient
+    from tinkex.client.stream import SampleStream
+
+PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+GOODBYE_S = 2.0
+"""How long the end of the session may take: the text is there already."""
+BROKEN = "\ufffd"
+
+
+def add(words: Words, about: str) -> None:
+    made = words.add(
+        "sample", sample, about,
+        'tinkex sample -m Qwen/Qwen3-8B "The capital of France is" --max-tokens 16',
+        "tinkex sample -m tinker://RUN/sampler_weights/0001 < prompt.txt",
+        "tinkex sample -m Qwen/Qwen3-8B --prompt-ids 12,7,345 --ids",
+        more="The prompt is taken as it is: no chat template is applied (for that there is `tinkex chat`). Text\n"
+        "needs the model's tokenizer and the extra `tokenizers`; with --prompt-ids and --ids neither.",
+    )  # fmt: skip
+    made.add_argument("prompt", nargs="?", help="the text to go on from (default: stdin, less its final line break)")
+    made.add_argument("-m", "--model", help="a base model, or tinker://…/sampler_weights/… (default: the only one)")
+    made.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="the prompt as token ids")
+    made.add_argument("--ids", action="store_true", help="print token ids, not text")
+    made.add_argument("--tokenizer", metavar="NAME|FILE", help="another tokenizer than the model's own")
+    made.add_argument("-n", "--num-samples", type=count, default=1, metavar="N", help="how many (default 1)")
+    made.add_argument("--max-tokens", type=count, default=256, metavar="N", help="the longest sample (default 256)")
+    made.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest (default 1)")
+    made.add_argument("--top-p", type=float, metavar="P", help="only the likeliest that make up P")
+    made.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest (default: all)")
+    made.add_argument("--seed", type=int, metavar="N", help="the same seed, the same sample")
+    made.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
+
+
+def sample(args: argparse.Namespace) -> int:
+    from tinkex.cli.connect import announce_retries, config_for
+    from tinkex.client.service import ServiceClient
+    from tinkex.errors import ValidationError
+
+    if args.prompt is not None and args.prompt_ids is not None:
+        raise ValidationError("Give the prompt as text or as --prompt-ids, not both.")
+    announce_retries()
+    service = ServiceClient(config=config_for(args))
+    status = "interrupted"
+    try:
+        code = _sample(args, service)
+        status = "success"
+        return code
+    except Exception:
+        status = "errored"
+        raise
+    finally:
+        _close(service, status)
+
+
+def _sample(args: argparse.Namespace, service: ServiceClient) -> int:
+    from tinkex.types import ModelInput, SamplingParams
+
+    text = args.prompt
+    if text is None and args.prompt_ids is None:
+        text = _read_stdin()
+    client = _sampler(args.model, service)
+    needs_text = text is not None or not args.ids
+    tokenizer: Any = _tokenizer(args.tokenizer, client) if needs_text else None
+    prompt = args.prompt_ids if text is None else list(tokenizer.encode(text))
+    # Only what was given is sent: for the rest the service's own defaults hold.
+    given = {name: value for name in PARAMS if (value := getattr(args, name)) is not None}
+    stream = client.stream(ModelInput.from_ints(prompt), SamplingParams(**given), args.num_samples)
+    decode = None if args.ids or tokenizer is None else tokenizer.decode
+    if args.output == "json":
+        return _as_json(stream, prompt, decode)
+    return _as_text(stream, decode, args.num_samples)
+
+
+def _as_text(stream: SampleStream, decode: Callable[..., str] | None, num_samples: int) -> int:
+    """One sample is written as it arrives; several, each when it is whole: they arrive mixed."""
+    writers = [TextWriter(decode) if decode else IdWriter() for _ in range(num_samples)]
+    stop = None
+    for chunk in stream:
+        piece = writers[chunk.sample].feed(chunk.tokens)
+        stop = chunk.stop_reason or stop
+        if num_samples == 1:
+            output.stream(piece)
+        elif chunk.stop_reason:
+            writer = writers[chunk.sample]
+            writer.flush()
+            output.stream(f"--- sample {chunk.sample + 1} ({chunk.stop_reason})\n{writer.text}\n")
+    if num_samples == 1:
+        output.stream(writers[0].flush() + "\n")
+        if stop == "length" and sys.stderr.isatty():
+            output.remark("(cut at --max-tokens)")
+    return 0
+
+
+def _as_json(stream: SampleStream, prompt: list[int], decode: Callable[..., str] | None) -> int:
+    for _ in stream:
+        pass
+    assert stream.response is not None  # the stream ended well
+    sequences = []
+    for sequence in stream.response.sequences:
+        found = {"tokens": sequence.tokens, "logprobs": sequence.logprobs, "stop_reason": sequence.stop_reason}
+        sequences.append(
+            found if decode is None else {"text": decode(sequence.tokens, skip_special_tokens=True), **found}
+        )
+    output.write_json({"prompt_tokens": len(prompt), "sequences": sequences})
+    return 0
+
+
+class TextWriter:
+    """Turns tokens into text piece by piece, in time proportional to the text.
+
+    A token may be a part of a letter, and how one reads may depend on the one before: what is new is the difference
+    between decoding the last pieces with and without it. A broken letter waits for the rest of it.
+    """
+
+    def __init__(self, decode: Callable[..., str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._start = self._read = 0
+        self.text = ""
+
+    def feed(self, tokens: list[int]) -> str:
+        self._tokens += tokens
+        return self._advance(is_last=False)
+
+    def flush(self) -> str:
+        """What is left, be it broken."""
+        return self._advance(is_last=True)
+
+    def _advance(self, *, is_last: bool) -> str:
+        known = self._text(self._start, self._read)
+        whole = self._text(self._start, len(self._tokens))
+        if len(whole) <= len(known) or (whole.endswith(BROKEN) and not is_last):
+            return ""
+        self._start, self._read = self._read, len(self._tokens)
+        self.text += whole[len(known) :]
+        return whole[len(known) :]
+
+    def _text(self, start: int, end: int) -> str:
+        return self._decode(self._tokens[start:end], skip_special_tokens=True) if end > start else ""
+
+
+class IdWriter:
+    """Token ids with spaces between them."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def feed(self, tokens: list[int]) -> str:
+        piece = "".join(f"{' ' if self.text or number else ''}{token}" for number, token in enumerate(tokens))
+        self.text += piece
+        return piece
+
+    def flush(self) -> str:
+        return ""
+
+
+def _sampler(model: str | None, service: ServiceClient) -> SamplingClient:
+    if model is None:
+        model = _only_model(service)
+    if model.startswith("tinker://"):
+        return service.create_sampling_client(model_path=model)
+    return service.create_sampling_client(base_model=model)
+
+
+def _only_model(service: ServiceClient) -> str:
+    from tinkex.errors import ValidationError
+
+    models = service.get_server_capabilities().supported_models
+    offered = [found.model_name for found in models if found.model_name and found.alias_of is None]
+    if len(offered) != 1:
+        raise ValidationError(f"Name a model with -m. The service offers {', '.join(offered) or 'none'}.")
+    return offered[0]
+
+
+def _tokenizer(name: str | None, client: SamplingClient) -> Any:
+    if name is None:
+        return client.get_tokenizer()
+    from pathlib import Path
+
+    from tinkex.client.tokenizer import Tokenizer
+
+    return Tokenizer.from_file(name) if Path(name).exists() else Tokenizer.from_pretrained(name)
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        output.remark("Type the prompt; end it with Ctrl-D on a line of its own.")
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _close(service: ServiceClient, status: str) -> None:
+    from tinkex.errors import TinkexError
+
+    try:
+        service.close(status).result(GOODBYE_S)
+    except (TinkexError, TimeoutError):
+        pass  # the session ends by itself when its heartbeats stop

@@ -1,0 +1,1 @@
+"""Commands that run or administer a service on this machine."""

@@ -1,0 +1,1 @@
+"""One call to the service: encode, send, retry, limit, poll, join."""

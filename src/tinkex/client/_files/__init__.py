@@ -1,0 +1,1 @@
+"""Files from a service: downloads, archives, tokenizers."""

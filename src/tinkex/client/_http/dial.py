@@ -1,0 +1,149 @@
+"""Opens connections: TCP, TLS with the CA the user trusts, through a proxy if there is one; ALPN chooses the HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+from typing import NamedTuple, cast
+from urllib.parse import unquote, urlsplit
+
+from tinkex.client._http.exchange import Connection
+from tinkex.client._http.http1 import Http1
+from tinkex.errors import ConfigError
+
+PROXY_ANSWER_BYTES = 1 << 16
+
+
+class Origin(NamedTuple):
+    """Where a connection leads."""
+
+    scheme: str
+    host: str
+    port: int
+    proxy: str | None = None
+
+    @classmethod
+    def of(cls, url: str, proxy: str | None = None) -> Origin:
+        parts = urlsplit(url)
+        return cls(parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), proxy)
+
+
+def tls_context(ca_file: str | None) -> ssl.SSLContext:
+    """The system's certificates (SSL_CERT_FILE is obeyed by OpenSSL itself) and those of `ca_file`."""
+    context = ssl.create_default_context()
+    if ca_file is not None:
+        try:
+            context.load_verify_locations(ca_file)
+        except (OSError, ssl.SSLError) as problem:
+            raise ConfigError(f"ca_file {ca_file} cannot be used: {problem}.") from None
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context
+
+
+async def dial(origin: Origin, context: ssl.SSLContext | None) -> Connection:
+    """A connection that is ready for requests. Raises OSError (ssl.SSLError among them)."""
+    loop = asyncio.get_running_loop()
+    tls = context if origin.scheme == "https" else None
+    if origin.proxy is None:
+        _, chooser = await loop.create_connection(
+            lambda: _Chooser(loop), origin.host, origin.port, ssl=tls, happy_eyeballs_delay=0.25
+        )
+        return await chooser.chosen()
+    proxy = urlsplit(origin.proxy)
+    if proxy.scheme not in ("http", "") or not proxy.hostname:
+        raise ConfigError(f"The proxy {proxy.scheme}://{proxy.hostname} is not supported: use an http:// proxy.")
+    port = proxy.port or 80
+    if tls is None:
+        authorization = _basic(proxy.username, proxy.password)
+        _, protocol = await loop.create_connection(
+            lambda: Http1(loop, authorization, via_proxy=True), proxy.hostname, port
+        )
+        return protocol
+    return await _tunnel(loop, origin, proxy.hostname, port, _basic(proxy.username, proxy.password), tls)
+
+
+class _Chooser(asyncio.Protocol):
+    """Waits for the handshake, then hands the connection to the protocol that both sides speak."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._chosen: Connection | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        tls = transport.get_extra_info("ssl_object")
+        chosen: asyncio.Protocol
+        if tls is not None and tls.selected_alpn_protocol() == "h2":
+            from tinkex.client._http.http2 import Http2
+
+            chosen = Http2(self._loop)
+        else:
+            chosen = Http1(self._loop)
+        cast(asyncio.Transport, transport).set_protocol(chosen)
+        chosen.connection_made(transport)
+        self._chosen = cast(Connection, chosen)
+
+    async def chosen(self) -> Connection:
+        assert self._chosen is not None
+        if self._chosen.settled is not None:
+            try:
+                # A round trip at most, once for each connection: a burst must not start more than the service takes.
+                await self._chosen.settled
+            except BaseException:
+                self._chosen.close()
+                raise
+        return self._chosen
+
+
+class _Tunnel(asyncio.Protocol):
+    """Reads a proxy's answer to CONNECT."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.answer: asyncio.Future[bytes] = loop.create_future()
+        self._read = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        if b"\r\n\r\n" in self._read and not self.answer.done():
+            self.answer.set_result(self._read)
+        elif len(self._read) > PROXY_ANSWER_BYTES and not self.answer.done():
+            self.answer.set_exception(OSError("the proxy's answer does not end"))
+
+    def connection_lost(self, problem: Exception | None) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(problem or OSError("the proxy closed the connection"))
+
+
+async def _tunnel(
+    loop: asyncio.AbstractEventLoop,
+    origin: Origin,
+    host: str,
+    port: int,
+    authorization: str | None,
+    tls: ssl.SSLContext,
+) -> Connection:
+    transport, tunnel = await loop.create_connection(lambda: _Tunnel(loop), host, port)
+    target = f"[{origin.host}]:{origin.port}" if ":" in origin.host else f"{origin.host}:{origin.port}"
+    extra = f"proxy-authorization: {authorization}\r\n" if authorization else ""
+    transport.write(f"CONNECT {target} HTTP/1.1\r\nhost: {target}\r\n{extra}\r\n".encode("latin-1"))
+    try:
+        answer = await tunnel.answer
+        status = answer.split(b"\r\n", 1)[0].split(b" ", 2)
+        if len(status) < 2 or not status[1].startswith(b"2"):
+            raise OSError(f"the proxy refused: {answer[:80].decode('latin-1').splitlines()[0]}")
+        chooser = _Chooser(loop)
+        upgraded = await loop.start_tls(transport, chooser, tls, server_hostname=origin.host)
+        if upgraded is None:
+            raise OSError("the connection was lost while TLS was negotiated")
+        # start_tls does not call connection_made on the new protocol.
+        chooser.connection_made(upgraded)
+        return await chooser.chosen()
+    except BaseException:
+        transport.abort()
+        raise
+
+
+def _basic(user: str | None, password: str | None) -> str | None:
+    if user is None:
+        return None
+    return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()

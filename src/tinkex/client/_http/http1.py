@@ -1,0 +1,153 @@
+"""One HTTP/1.1 connection, one exchange at a time. Answers are read by httptools (llhttp, the parser of Node)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import httptools
+
+from tinkex.client._http.exchange import Exchange, Lost, Request
+
+
+class Http1(asyncio.Protocol):
+    """Written and read on the loop thread."""
+
+    capacity = 1
+    settled: asyncio.Future[None] | None = None
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, proxy_authorization: str | None = None, via_proxy: bool = False
+    ) -> None:
+        self._loop = loop
+        self._via_proxy = via_proxy
+        self._proxy_authorization = proxy_authorization
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._exchange: Exchange | None = None
+        self._headers: dict[str, str] = {}
+        self._status = 0
+        self._is_paused = False
+        self.in_use = 0
+        self.is_closed = False
+        self.was_used = False
+        self.last_activity = self.idle_since = loop.time()
+
+    # -- what the pool asks -----------------------------------------------------------------------------------------
+
+    def start(self, request: Request, exchange: Exchange) -> None:
+        request.check()
+        head = self._head(request)
+        self._exchange = exchange
+        self.last_activity = self._loop.time()
+        if len(request.content) < 1 << 16:
+            self._transport.write(head + request.content)
+        else:
+            self._transport.write(head)
+            self._transport.write(request.content)
+
+    def abandon(self, exchange: Exchange) -> None:
+        # The answer may still come: a connection that owes one cannot be used again.
+        if exchange is self._exchange:
+            self._exchange = None
+            self.close()
+
+    def unsent_bytes(self, exchange: Exchange) -> int:
+        return 0 if self.is_closed else self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._transport.abort()
+
+    def _head(self, request: Request) -> bytes:
+        target = request.target
+        if self._via_proxy:
+            target = f"{request.scheme}://{request.authority}{target}"
+        lines = [f"{request.method} {target} HTTP/1.1\r\nhost: {request.authority}\r\n"]
+        for name, value in request.headers.items():
+            lines.append(f"{name}: {value}\r\n")
+        if self._proxy_authorization:
+            lines.append(f"proxy-authorization: {self._proxy_authorization}\r\n")
+        if request.content or request.method != "GET":
+            lines.append(f"content-length: {len(request.content)}\r\n")
+        lines.append("\r\n")
+        return "".join(lines).encode("latin-1")
+
+    # -- what asyncio tells -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.last_activity = self._loop.time()
+        if self._exchange is None:
+            self.close()  # an answer that nobody asked for
+            return
+        self._exchange.last_activity = self.last_activity
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as problem:
+            self._fail(Lost(f"the answer is not HTTP: {problem}"))
+
+    def eof_received(self) -> None:
+        exchange = self._exchange
+        # An answer without a length ends with its connection.
+        if (
+            exchange is not None
+            and exchange.has_begun
+            and not ({"content-length", "transfer-encoding"} & self._headers.keys())
+        ):
+            self._exchange = None
+            self.is_closed = True
+            exchange.finish()
+
+    def connection_lost(self, problem: Exception | None) -> None:
+        self.is_closed = True
+        if self._exchange is not None:
+            reason = str(problem) if problem else "closed by the service"
+            begun = "in the middle of its answer" if self._exchange.has_begun else "before it answered"
+            self._fail(Lost(f"connection lost {begun} ({reason})"))
+
+    def _fail(self, problem: Lost) -> None:
+        exchange, self._exchange = self._exchange, None
+        self.close()
+        if exchange is not None:
+            exchange.fail(problem)
+
+    # -- what the parser tells --------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._headers = {}
+        if self._exchange is None:
+            self.close()  # more than the answer: what follows on this connection could be taken for another's
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        known = self._headers.get(key)
+        self._headers[key] = text if known is None else f"{known}, {text}"
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+        if self._status >= 200 and self._exchange is not None:
+            self._exchange.begin(self._status, self._headers, self._resume)
+
+    def on_body(self, data: bytes) -> None:
+        if self._exchange is not None and not self._exchange.feed(data) and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._status < 200:
+            return  # an interim answer: the real one follows
+        exchange, self._exchange = self._exchange, None
+        # Answered before it had all of the request: where the next one begins is anybody's guess.
+        if not self._parser.should_keep_alive() or self._transport.get_write_buffer_size():
+            self.close()
+        self._resume()
+        if exchange is not None:
+            exchange.finish()
+
+    def _resume(self) -> None:
+        if self._is_paused and not self.is_closed:
+            self._is_paused = False
+            self._transport.resume_reading()

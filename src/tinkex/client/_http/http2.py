@@ -1,0 +1,227 @@
+"""One HTTP/2 connection with many exchanges at once. Frames and state are h2's; this is the I/O around it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import h2.config
+import h2.connection
+import h2.errors
+import h2.events
+import h2.exceptions
+import h2.settings
+from h2.connection import ConnectionInputs, ConnectionState
+
+from tinkex.client._http.exchange import Exchange, Lost, Request
+
+STREAMS = 100
+"""Exchanges per connection, if the service allows as many: beyond that another connection is opened."""
+STREAM_WINDOW = 1 << 22
+CONNECTION_WINDOW = 1 << 24
+"""How much may be on its way to us; the protocol's default of 64 KiB costs a round trip for each piece of that size."""
+_CONFIG = h2.config.H2Configuration(
+    client_side=True, header_encoding="latin-1", validate_outbound_headers=False, normalize_outbound_headers=False
+)
+_HOP_BY_HOP = frozenset({"connection", "keep-alive", "host", "transfer-encoding", "upgrade", "proxy-connection"})
+
+
+class _Patient(h2.connection.H2ConnectionStateMachine):
+    """Reads on after a GOAWAY, where h2 would refuse every further frame: gateways say it while answers are on their
+    way (each time a connection has served its thousand requests), and go on with those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        open_, goaway = ConnectionState.CLIENT_OPEN, ConnectionInputs.RECV_GOAWAY
+        self._transitions = {**self._transitions, (open_, goaway): (None, open_)}
+
+
+class Http2(asyncio.Protocol):
+    """Written and read on the loop thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._h2 = h2.connection.H2Connection(_CONFIG)
+        self._h2.state_machine = _Patient()
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._streams: dict[int, Exchange] = {}
+        self._numbers: dict[Exchange, int] = {}
+        self._unsent: dict[int, memoryview] = {}
+        self._unread: dict[int, int] = {}
+        self._is_writable = True
+        self.capacity = STREAMS
+        self.in_use = 0
+        self.is_closed = False
+        self.was_used = False
+        self.settled: asyncio.Future[None] | None = loop.create_future()
+        self.last_activity = self.idle_since = loop.time()
+
+    # -- what the pool asks -----------------------------------------------------------------------------------------
+
+    def start(self, request: Request, exchange: Exchange) -> None:
+        request.check()
+        headers = [
+            (":method", request.method),
+            (":scheme", request.scheme),
+            (":authority", request.authority),
+            (":path", request.target),
+        ]
+        headers += [(name.lower(), value) for name, value in request.headers.items() if name not in _HOP_BY_HOP]
+        if request.content:
+            headers.append(("content-length", str(len(request.content))))
+        try:
+            number = self._h2.get_next_available_stream_id()
+            self._h2.send_headers(number, headers, end_stream=not request.content)
+        except h2.exceptions.ProtocolError as problem:
+            self.capacity = 0  # no stream can be opened here any more
+            exchange.fail(Lost(f"the connection takes no more requests ({problem})", is_untouched=True))
+            return
+        self._streams[number] = exchange
+        self._numbers[exchange] = number
+        if request.content:
+            self._unsent[number] = memoryview(request.content)
+        self._pump()
+
+    def abandon(self, exchange: Exchange) -> None:
+        number = self._numbers.pop(exchange, None)
+        if number is None:
+            return
+        self._forget(number)
+        if not self.is_closed:
+            self._reset(number)
+            self._flush()
+
+    def unsent_bytes(self, exchange: Exchange) -> int:
+        held = 0 if self.is_closed else self._transport.get_write_buffer_size()
+        return held + len(self._unsent.get(self._numbers.get(exchange, 0), b""))
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._transport.abort()
+
+    # -- what asyncio tells -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._h2.initiate_connection()
+        codes = h2.settings.SettingCodes
+        self._h2.update_settings({codes.INITIAL_WINDOW_SIZE: STREAM_WINDOW, codes.ENABLE_PUSH: 0})
+        self._h2.increment_flow_control_window(CONNECTION_WINDOW)
+        self._flush()
+
+    def pause_writing(self) -> None:
+        self._is_writable = False
+
+    def resume_writing(self) -> None:
+        self._is_writable = True
+        self._pump()
+
+    def connection_lost(self, problem: Exception | None) -> None:
+        self.is_closed = True
+        reason = str(problem) if problem else "closed by the service"
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_exception(OSError(f"connection lost ({reason})"))
+            self.settled.exception()  # seen by whoever waits; nobody may be left to
+        for number in list(self._streams):
+            self._fail(number, Lost(f"connection lost ({reason})"))
+
+    def data_received(self, data: bytes) -> None:
+        self.last_activity = self._loop.time()
+        try:
+            for event in self._h2.receive_data(data):
+                self._on(event)
+        except h2.exceptions.ProtocolError as problem:
+            for number in list(self._streams):
+                self._fail(number, Lost(f"the answer is not HTTP/2: {problem}"))
+            self._flush()
+            self.close()
+            return
+        self._pump()
+
+    def _on(self, event: Any) -> None:
+        match event:
+            case h2.events.ResponseReceived(stream_id=number) if number in self._streams:
+                self._begin(number, event.headers)
+            case h2.events.DataReceived(stream_id=number):
+                self._take(number, event.data, event.flow_controlled_length)
+            case h2.events.StreamEnded(stream_id=number) if number in self._streams:
+                exchange = self._streams[number]
+                self._numbers.pop(exchange, None)
+                if number in self._unsent:  # answered before it had all of the body: it wants no more of it
+                    self._reset(number)
+                self._forget(number)
+                exchange.finish()
+            case h2.events.StreamReset(stream_id=number) if number in self._streams:
+                is_untouched = event.error_code == h2.errors.ErrorCodes.REFUSED_STREAM
+                self._fail(number, Lost(f"stream reset by the service ({event.error_code})", is_untouched=is_untouched))
+            case h2.events.ConnectionTerminated():
+                # The service is leaving: what it has not begun it will not do; the rest may still be answered.
+                self.capacity = 0
+                for number in [open_ for open_ in self._streams if open_ > (event.last_stream_id or 0)]:
+                    self._fail(number, Lost("the service closes this connection (GOAWAY)", is_untouched=True))
+                if not self._streams:
+                    self.close()
+            case h2.events.RemoteSettingsChanged():
+                if self.settled is not None and not self.settled.done():
+                    self.settled.set_result(None)
+                if self.capacity:
+                    self.capacity = max(1, min(STREAMS, self._h2.remote_settings.max_concurrent_streams))
+
+    def _begin(self, number: int, pairs: Any) -> None:
+        headers: dict[str, str] = {}
+        for name, value in pairs:
+            headers[name] = value if name not in headers else f"{headers[name]}, {value}"
+        status = int(headers.pop(":status"))
+        self._streams[number].last_activity = self.last_activity
+        self._streams[number].begin(status, headers, lambda: self._acknowledge(number))
+
+    def _take(self, number: int, data: bytes, flow_bytes: int) -> None:
+        exchange = self._streams.get(number)
+        self._unread[number] = self._unread.get(number, 0) + flow_bytes
+        if exchange is not None:
+            exchange.last_activity = self.last_activity
+        if exchange is None or exchange.feed(data):
+            self._acknowledge(number)  # room for more; a full buffer gives it later, through `resume`
+
+    def _acknowledge(self, number: int) -> None:
+        flow_bytes = self._unread.pop(number, 0)
+        if flow_bytes and not self.is_closed:
+            self._h2.acknowledge_received_data(flow_bytes, number)
+            self._flush()
+
+    def _reset(self, number: int) -> None:
+        try:
+            self._h2.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
+        except h2.exceptions.ProtocolError:
+            pass  # the service was quicker
+
+    def _fail(self, number: int, problem: Lost) -> None:
+        exchange = self._streams[number]
+        self._numbers.pop(exchange, None)
+        self._forget(number)
+        exchange.fail(problem)
+
+    def _forget(self, number: int) -> None:
+        del self._streams[number]
+        self._unsent.pop(number, None)
+        self._acknowledge(number)
+
+    def _pump(self) -> None:
+        """Send as much of the waiting bodies as flow control and the socket take."""
+        for number in list(self._unsent) if self._is_writable and not self.is_closed else ():
+            body = self._unsent[number]
+            # A service may shrink its windows while a body is on its way: they are then below zero for a while.
+            size = max(min(len(body), self._h2.local_flow_control_window(number)), 0)
+            frame = self._h2.max_outbound_frame_size
+            for start in range(0, size, frame):
+                self._h2.send_data(number, body[start : min(start + frame, size)].tobytes())
+            if size == len(body):
+                del self._unsent[number]
+                self._h2.end_stream(number)
+            else:
+                self._unsent[number] = body[size:]
+        self._flush()
+
+    def _flush(self) -> None:
+        if not self.is_closed and (data := self._h2.data_to_send()):
+            self._transport.write(data)

@@ -1,0 +1,183 @@
+"""What the clients have in common: a session, statistics, closing, pickling without the key."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import tinkex.types
+from tinkex import settings
+from tinkex.client._calls.call import call
+from tinkex.client._runtime.operation import Operation, QueueObserver
+from tinkex.client._runtime.session import Session
+from tinkex.client.future import APIFuture
+from tinkex.errors import ConfigError, TinkexError
+from tinkex.wire import json_codec
+from tinkex.wire.body import Body
+from tinkex.wire.dialect import Dialect
+from tinkex.wire.endpoints import Endpoint
+
+CONSOLE = "https://tinker.thinkingmachines.ai"
+
+
+def warn_of_retry_config(retry_config: Any) -> None:
+    """The official package's per-sampler retry settings: taken, so that programs run, but there is one retry layer."""
+    if retry_config is not None:
+        warnings.warn(
+            "retry_config is ignored: retries are settled once, by max_retries, unreachable_s and deadline_s of "
+            "ServiceClient or the environment.",
+            stacklevel=3,
+        )
+
+
+class Handle:
+    """A client object: light, shares everything heavy through its session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._observers: tuple[QueueObserver, ...] = ()
+
+    def stats(self) -> dict[str, Any]:
+        """Requests, retries, bytes and seconds per operation, over all clients of this service and key."""
+        return self._session.connect().stats.snapshot()
+
+    def on_queue_state(self, observer: QueueObserver) -> Callable[[], None]:
+        """Call `observer(state, reason)` when the service says why this client's work waits; returns its end."""
+        self._observers = (*self._observers, observer)
+
+        def stop() -> None:
+            self._observers = tuple(kept for kept in self._observers if kept is not observer)
+
+        return stop
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
+        """Called on every change; override it, or use `on_queue_state`."""
+        for observer in self._observers:
+            observer(queue_state, queue_state_reason)
+
+    def _observer(self) -> QueueObserver:
+        """Tells `on_queue_state_change`, looked up at call time so that a subclass or a patched class is heard.
+
+        Holds the client weakly: work in flight must not keep a client alive that its user has dropped.
+        """
+        held = weakref.ref(self)
+
+        def tell(state: str, reason: str | None) -> None:
+            client = held()
+            if client is not None:
+                client.on_queue_state_change(state, reason)
+
+        return tell
+
+    def result(self, timeout: float | None = None) -> Self:
+        """The client itself: programs that treat `create_*` as a future work unchanged."""
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self
+        yield  # makes this a generator, so that `await client` gives the client
+
+    def get_telemetry(self) -> None:
+        """Kept for programs that ask; the SDK's own events are at `tinkex.on`."""
+        return None
+
+    def _ask(
+        self,
+        endpoint: Endpoint,
+        body: Callable[[Dialect], Body] | None = None,
+        *,
+        path: str | Callable[[Dialect], str] | None = None,
+        read: Callable[[Any], Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        needs_session: bool = False,
+    ) -> APIFuture[Any]:
+        """A call that is answered at once (no future on the service's side)."""
+        connection = self._session.connect()
+        operation = Operation(endpoint.name, connection.clock.now(), session=self._session)
+
+        async def work() -> Any:
+            dialect = await connection.ready()
+            if needs_session:
+                await self._session.id()
+            place = path(dialect) if callable(path) else path
+            answer = await call(
+                connection, endpoint, body(dialect) if body else None, operation=operation, path=place, headers=headers
+            )
+            if read is not None:
+                return read(answer)
+            if not endpoint.answer:
+                return None
+            return json_codec.read_content(getattr(tinkex.types, endpoint.answer), answer.content)
+
+        return connection.run(operation, work)
+
+    def _console(self) -> str:
+        config = self._session.config
+        return config.base_url if settings.is_loopback(config.base_url) else CONSOLE
+
+    def _pickled(self) -> tuple[dict[str, Any], str | None]:
+        """Where the service is; the key stays here, only a fingerprint travels to notice a wrong one."""
+        config = self._session.config
+        place = {
+            "base_url": config.base_url,
+            "key": _fingerprint(config.api_key),
+            "timeout_s": config.timeout_s,
+            "max_retries": config.max_retries,
+            "unreachable_s": config.unreachable_s,
+            "deadline_s": config.deadline_s,
+            "pools": dict(config.pools),
+        }
+        return place, self._session.session_id
+
+    @staticmethod
+    def _session_from(place: dict[str, Any], session_id: str | None) -> Session:
+        place = dict(place)
+        fingerprint = place.pop("key", None)
+        config = settings.resolve(**place)
+        if fingerprint not in (None, _fingerprint(config.api_key)):
+            raise ConfigError(
+                "This client was pickled with another API key than the one set here. Keys do not travel in pickles: "
+                "set TINKER_API_KEY to the same key in this process."
+            )
+        return Session(config, attach_to=session_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ending = self._session.close(*_outcome(problem))
+        # A goodbye that fails must not hide what went wrong inside.
+        if (failure := ending.exception()) is not None and kind is None:
+            raise failure
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ending = self._session.close(*_outcome(problem))
+        try:
+            await ending
+        except TinkexError:
+            if kind is None:
+                raise
+
+
+def _outcome(problem: BaseException | None) -> tuple[str, str | None]:
+    """How a `with` block ended, in the service's words."""
+    if problem is None:
+        return "success", None
+    is_stopped = isinstance(problem, (KeyboardInterrupt, SystemExit, asyncio.CancelledError))
+    return "interrupted" if is_stopped else "errored", type(problem).__name__
+
+
+def _fingerprint(key: str) -> str:
+    return hashlib.sha256(f"tinkex pickle {key}".encode()).hexdigest()[:8]

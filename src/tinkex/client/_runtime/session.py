@@ -1,0 +1,232 @@
+"""A session: made on first use, kept alive by heartbeats, ended by `close()` or when its last client is gone.
+
+The heartbeat holds only the session's core, never the `Session` object: dropping every client stops the heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from tinkex._version import PROTOCOL_VERSION
+from tinkex.client._calls.call import call, send
+from tinkex.client._runtime.link import Connection, connection_for
+from tinkex.client._runtime.operation import Operation
+from tinkex.client._runtime.telemetry import Telemetry
+from tinkex.client.future import APIFuture, finished
+from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
+from tinkex.settings import Config
+from tinkex.types import CreateSessionResponse
+from tinkex.wire import endpoints, json_codec, requests
+from tinkex.wire.dialect import Dialect
+
+log = logging.getLogger("tinkex.session")
+HEARTBEAT_S = 10.0
+HEARTBEAT_TIMEOUT_S = 10.0
+WARN_AFTER_S = 120.0
+FINISH = ("success", "errored", "interrupted")
+FINISH_S = 10.0
+"""How long the goodbye may take: a service that does not answer must not hold up the end of a program."""
+
+
+class _Core:
+    """The part of a session that background work may hold on to."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.pid = os.getpid()
+        self.session_id: str | None = None
+        self.state = "session not opened yet"
+        self.creating: asyncio.Task[Any] | None = None
+        self.heartbeat: asyncio.Task[Any] | None = None
+        self.telemetry: Telemetry | None = None
+        self.is_closed = False
+
+    def stop(self) -> None:
+        """Loop thread: end all background work of this session."""
+        self.is_closed = True
+        if self.heartbeat is not None:
+            self.heartbeat.cancel()
+        if self.telemetry is not None:
+            self.telemetry.stop()
+
+
+class Session:
+    """Shared by the clients that one `ServiceClient` made. Opening it needs no call: `id()` does it once for all."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        display_name: str | None = None,
+        attach_to: str | None = None,
+    ) -> None:
+        self.config = config
+        self._user_metadata = dict(user_metadata) if user_metadata is not None else None
+        self.project_id = project_id or config.project_id
+        self._display_name = display_name
+        self._lock = threading.Lock()
+        self._model_seq = itertools.count()
+        self._sampling_seq = itertools.count()
+        self._core = self._new_core(attach_to)
+
+    def _new_core(self, attach_to: str | None = None) -> _Core:
+        """`attach_to`: a session that another process opened (an unpickled client); it is kept alive, not made."""
+        core = _Core(self.config)
+        core.session_id = attach_to
+        # No strong reference from the finalizer to self, and none at interpreter exit: the loop ends by itself there.
+        weakref.finalize(self, _let_go, core).atexit = False
+        return core
+
+    def connect(self) -> Connection:
+        """The shared connection of this process; after a fork, a new one and with it a new session."""
+        if self._core.pid != os.getpid():
+            self._lock = threading.Lock()
+            self._core = self._new_core()
+        if self._core.is_closed:
+            raise ClosedError("This session was closed. Make a new ServiceClient to go on.")
+        return connection_for(self.config)
+
+    @property
+    def session_id(self) -> str | None:
+        """The id, if the session has been opened."""
+        return self._core.session_id
+
+    def state(self) -> str:
+        return self._core.state
+
+    def failed(self, operation: str, problem: BaseException) -> None:
+        """An operation of this session failed. Loop thread."""
+        if self._core.telemetry is not None and not isinstance(problem, ClosedError):
+            self._core.telemetry.failed(operation, problem)
+
+    def next_model_seq(self) -> int:
+        with self._lock:
+            return next(self._model_seq)
+
+    def next_sampling_seq(self) -> int:
+        with self._lock:
+            return next(self._sampling_seq)
+
+    def operation(self, kind: str) -> Operation:
+        return Operation(kind, self.connect().clock.now(), session=self)
+
+    async def id(self) -> str:
+        """Open the session if needed; one request however many ask. Loop thread."""
+        core = self._core
+        if core.heartbeat is None:
+            if core.creating is None or core.creating.done():
+                core.creating = self.connect().loop.spawn(self._create(core))
+            problem = await asyncio.shield(core.creating)
+            if problem is not None:
+                raise problem
+        assert core.session_id is not None
+        return core.session_id
+
+    async def _create(self, core: _Core) -> TinkexError | None:
+        try:
+            connection = self.connect()
+            dialect = await connection.ready()
+            if core.session_id is not None:
+                self._opened(core, connection, core.session_id)
+                return None
+            body = requests.create_session(
+                self.config.tags,
+                self._user_metadata,
+                PROTOCOL_VERSION,
+                self.project_id,
+                self._display_name,
+                dialect=dialect,
+            )
+            answer = await call(connection, endpoints.CREATE_SESSION, body, operation=self.operation("create_session"))
+            made = json_codec.read_content(CreateSessionResponse, answer.content)
+        except TinkexError as problem:  # ClosedError among them
+            core.state = f"session not opened: {problem}"
+            return problem
+        for level, message in ((20, made.info_message), (30, made.warning_message), (40, made.error_message)):
+            if message:
+                log.log(level, "%s", message)
+        self._opened(core, connection, made.session_id)
+        return None
+
+    def _opened(self, core: _Core, connection: Connection, session_id: str) -> None:
+        core.session_id = session_id
+        core.state = "session alive"
+        core.heartbeat = connection.loop.spawn(_beat(core, connection))
+        if self.config.telemetry and not core.is_closed:
+            core.telemetry = Telemetry(connection, session_id)
+
+    def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
+        """Tell the service that the session is over and stop all background work. Closing twice is harmless."""
+        if status not in FINISH:
+            raise ValidationError(f"close(status={status!r}): use one of {', '.join(FINISH)}.")
+        core = self._core
+        if core.is_closed or core.pid != os.getpid():
+            return finished(None)
+        connection = self.connect()
+        operation = self.operation("close")
+        core.is_closed = True
+        return connection.run(operation, lambda: _finish(core, connection, operation, status, detail), FINISH_S)
+
+
+async def _finish(core: _Core, connection: Connection, operation: Operation, status: str, detail: str | None) -> None:
+    try:
+        if core.session_id is not None:
+            path = endpoints.FINISH_SESSION.url(session_id=core.session_id)
+            body = requests.finish_session(status, detail)
+            try:
+                await call(connection, endpoints.FINISH_SESSION, body, operation=operation, path=path, attempts=3)
+            except NotFoundError:
+                pass  # services from before 0.28 have no such call: nothing to tell them
+        if core.telemetry is not None:
+            await core.telemetry.finish()
+    finally:
+        core.state = "session closed"
+        core.stop()
+
+
+async def _beat(core: _Core, connection: Connection) -> None:
+    """A heartbeat every 10 s on its own pool, never retried: the next one is the retry."""
+    clock = connection.clock
+    last_ok = clock.now()
+    has_warned = False
+    assert core.session_id is not None
+    body = requests.session_heartbeat(core.session_id, dialect=connection.dialect or Dialect.PROTO)
+    while not core.is_closed:
+        await clock.sleep(HEARTBEAT_S)
+        reason = ""
+        try:
+            answer = await send(connection, endpoints.SESSION_HEARTBEAT, body, timeout_s=HEARTBEAT_TIMEOUT_S)
+            if answer.status == 410:
+                core.state = "session ended by the service"
+                log.warning("The service ended session %s. Make a new ServiceClient to go on.", core.session_id)
+                return
+            if answer.status >= 400:
+                reason = f"HTTP {answer.status}"
+        except APIError as problem:
+            reason = str(problem)
+        silent_s = clock.now() - last_ok
+        if not reason:
+            last_ok, has_warned = clock.now(), False
+            core.state = "session alive"
+        else:
+            core.state = f"no heartbeat answered for {silent_s:.0f} s ({reason})"
+            if silent_s >= WARN_AFTER_S and not has_warned:
+                has_warned = True
+                log.warning("Session %s: %s.", core.session_id, core.state)
+
+
+def _let_go(core: _Core) -> None:
+    """The last client is gone. May run on any thread, even the loop's own, during garbage collection: never waits."""
+    if core.creating is None:  # never used: nothing runs, and there may be no connection to ask
+        core.is_closed = True
+    elif core.pid == os.getpid() and not core.is_closed:
+        connection_for(core.config).loop.post(core.stop)

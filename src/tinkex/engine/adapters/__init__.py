@@ -1,0 +1,1 @@
+"""LoRA adapters: weights, optimizer state, checkpoints and exports."""

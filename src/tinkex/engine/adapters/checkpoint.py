@@ -1,0 +1,371 @@
+"""Adapters as files: PEFT folders for everybody, snapshots for ourselves. Safetensors and JSON only, never pickle.
+
+    PEFT folder   adapter_model.safetensors, adapter_config.json; ours also have tinkex.json (how the run was made) and,
+                  if asked for, optimizer.safetensors
+    snapshot      state.safetensors, state.json: all buffers of an adapter; restoring one is exact to the bit
+
+A folder is written under another name, flushed to the disk and renamed: it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tinkex.engine.adapters.adapter import Adapter
+from tinkex.engine.adapters.lora import LoraWeights, Role, Site
+from tinkex.engine.contract import LORA_ALPHA, EngineFault, LoraSpec
+from tinkex.engine.models.loaded_model import Model
+
+logger = logging.getLogger("tinkex.engine")
+
+WEIGHTS, CONFIG, OURS, MOMENTS = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "tinkex.json",
+    "optimizer.safetensors",
+)
+STATE, STATE_INFO = "state.safetensors", "state.json"
+
+_PREFIX = "base_model.model."
+
+
+def save(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> dict[str, dict[str, Any]]:
+    """Write a PEFT folder. Returns each file's size and checksum."""
+    with _whole(folder) as place:
+        tensors = {}
+        for site in adapter.sites:
+            for letter, tensor in zip("AB", adapter.lora.pairs[site.name], strict=True):
+                tensors[f"{_PREFIX}{site.name}.lora_{letter}.weight"] = tensor.detach().cpu()
+        save_file(tensors, place / WEIGHTS, metadata={"format": "pt"})
+        if with_optimizer:
+            save_file(_moments(adapter), place / MOMENTS)
+        _write_json(place / CONFIG, _peft_config(adapter))
+        _write_json(place / OURS, _own_config(adapter))
+        files = {}
+        for path in sorted(place.iterdir()):
+            with path.open("rb") as file:
+                files[path.name] = {
+                    "size_bytes": path.stat().st_size,
+                    "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+                }
+    return files
+
+
+def load(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> None:
+    """Replace an adapter's weights by a folder's; the gradient is cleared.
+
+    Without the optimizer, its state stays as it is: fresh moments would make the next step of a run that is well on its
+    way as large as its first, in every number (measured: a loss of 26 became 35; with its moments kept, 25).
+    """
+    model, spec = adapter.model, adapter.spec
+    found = read_weights(folder, model)
+    if found.spec.rank != spec.rank:
+        raise EngineFault(
+            f"The checkpoint has rank {found.spec.rank}, this run has rank {spec.rank}. Create a run of the "
+            "checkpoint's rank."
+        )
+    own, mine = set(found.pairs), {site.name for site in adapter.sites}
+    is_ours = (folder / OURS).exists()
+    # A folder made elsewhere may lack layers; there the run keeps B = 0, which changes nothing.
+    if not own <= mine or (is_ours and own != mine):
+        raise EngineFault(
+            f"The checkpoint was trained with {_flags(found.spec)}, this run has {_flags(spec)}: they act on different "
+            "layers. Create a run with the checkpoint's flags."
+        )
+    moments = _read_moments(adapter, folder, is_complete=own == mine) if with_optimizer else None
+    fresh = Adapter(model, spec).weights_P if own != mine else adapter.weights_P
+    with torch.no_grad():
+        adapter.weights_P.copy_(fresh)
+        for name, pair in found.pairs.items():
+            for leaf, value in zip(adapter.lora.pairs[name], pair, strict=True):
+                leaf.copy_(value)
+        if moments is not None:
+            adapter.exp_avg_P.copy_(moments["exp_avg"])
+            adapter.exp_avg_sq_P.copy_(moments["exp_avg_sq"])
+            adapter.step = int(moments["step"])
+    adapter.clear_gradient()
+
+
+def read_weights(folder: Path | str, model: Model) -> LoraWeights:
+    """An adapter from a PEFT folder, made here or elsewhere, on this model's device.
+
+    PEFT's factor alpha/r (with rslora alpha/√r) becomes ours, 32/r, by scaling B.
+    """
+    folder = Path(folder)
+    config = _read_json(folder / CONFIG)
+    ours = _read_json(folder / OURS) if (folder / OURS).exists() else {}
+    _check_kind(config)
+    if ours and ours.get("base") not in model.info.names:
+        raise EngineFault(
+            f"The checkpoint belongs to base model {ours.get('base')}, not to {model.info.name}. Use it with its own."
+        )
+    if ours.get("source_hash", "") != model.info.source_hash and ours:
+        logger.warning(
+            "an adapter of %s was trained on files with hash %s, those in use have %s",
+            model.info.name,
+            ours.get("source_hash"),
+            model.info.source_hash,
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise EngineFault(f"{CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}; both must be numbers, r at least 1.")
+    factor = alpha * (math.sqrt(rank) if config.get("use_rslora") else 1.0) / LORA_ALPHA
+    pairs = {}
+    for site, a_RD, b_OR in _pairs(_read_tensors(folder / WEIGHTS), rank, model):
+        b_OR = b_OR.float() if factor == 1.0 else b_OR.float() * factor
+        pairs[site.name] = (a_RD.float().to(model.device), b_OR.to(model.device))
+    roles = {site.role for site in model.sites if site.name in pairs}
+    flags = {role.value: role in roles for role in Role}
+    return LoraWeights(LoraSpec(rank=rank, seed=int(ours.get("seed", 0)), **flags), pairs)
+
+
+def snapshot(adapter: Adapter, folder: Path) -> int:
+    """Write all that an adapter is. Returns its size in bytes."""
+    with _whole(folder) as place:
+        tensors = {
+            "weights": adapter.weights_P,
+            "exp_avg": adapter.exp_avg_P,
+            "exp_avg_sq": adapter.exp_avg_sq_P,
+        }
+        if adapter.has_gradient:
+            tensors["gradient"] = adapter.gradient_P
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, place / STATE)
+        sites = [list(site) for site in adapter.sites]
+        _write_json(place / STATE_INFO, {**_own_config(adapter), "step": adapter.step, "sites": sites})
+        return sum(path.stat().st_size for path in place.iterdir())
+
+
+def restore(folder: Path, find_model: Callable[[str], Model]) -> Adapter:
+    """The adapter of a snapshot, as it was. `find_model` knows the base models by name."""
+    try:
+        info, tensors = _read_json(folder / STATE_INFO), _read_tensors(folder / STATE)
+    except EngineFault as fault:
+        raise EngineFault(f"The run cannot be continued from what was kept of it. {fault}", "server") from None
+    names = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
+    adapter = Adapter(find_model(info["base"]), LoraSpec(**{name: info[name] for name in names}))
+    if [list(site) for site in adapter.sites] != info["sites"]:
+        raise EngineFault(
+            f"The layers of {info['base']} have changed since this run was kept. Use the same model.", "server"
+        )
+    with torch.no_grad():
+        adapter.weights_P.copy_(tensors["weights"])
+        adapter.exp_avg_P.copy_(tensors["exp_avg"])
+        adapter.exp_avg_sq_P.copy_(tensors["exp_avg_sq"])
+        if "gradient" in tensors:
+            adapter.gradient_P.copy_(tensors["gradient"])
+    adapter.has_gradient = "gradient" in tensors
+    adapter.step = info["step"]
+    return adapter
+
+
+def _moments(adapter: Adapter) -> dict[str, Tensor]:
+    return {
+        "exp_avg": adapter.exp_avg_P.cpu(),
+        "exp_avg_sq": adapter.exp_avg_sq_P.cpu(),
+        "step": torch.tensor(adapter.step),
+    }
+
+
+def _read_moments(adapter: Adapter, folder: Path, *, is_complete: bool) -> dict[str, Tensor]:
+    if not (folder / MOMENTS).exists():
+        raise EngineFault("The checkpoint has no optimizer state. Load it with optimizer=False, or save it with one.")
+    moments = _read_tensors(folder / MOMENTS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in moments.items()}
+    flat = tuple(adapter.weights_P.shape)
+    if not is_complete or shapes != {"exp_avg": flat, "exp_avg_sq": flat, "step": ()}:
+        raise EngineFault("The checkpoint's optimizer state does not fit this run. Load it with optimizer=False.")
+    return moments
+
+
+def _pairs(tensors: Mapping[str, Tensor], rank: int, model: Model) -> Iterator[tuple[Site, Tensor, Tensor]]:
+    """A and B of every site in a file; each must fit its layer, and nothing else may be in there."""
+    left = dict(tensors)
+    for site in model.sites:
+        a_RD, b_OR = (left.pop(f"{_PREFIX}{site.name}.lora_{letter}.weight", None) for letter in "AB")
+        if a_RD is None and b_OR is None:
+            continue
+        wanted = [[rank, site.d_in], [site.d_out, rank]]
+        shapes = [None if tensor is None else list(tensor.shape) for tensor in (a_RD, b_OR)]
+        if a_RD is None or b_OR is None or shapes != wanted:
+            raise EngineFault(
+                f"The adapter's A and B for {site.name} have shapes {shapes}, {model.info.name} at rank {rank} needs "
+                f"{wanted}. Is it of another base model?"
+            )
+        if not bool(a_RD.isfinite().all() and b_OR.isfinite().all()):
+            raise EngineFault(f"The adapter's numbers for {site.name} are not all finite.")
+        yield site, a_RD, b_OR
+    for name in left:
+        # PEFT adds the frozen embedding to the file of an adapter on the unembedding.
+        if not _is_the_base(name, left[name], model):
+            raise EngineFault(f"The adapter has {name!r}, for which {model.info.name} has no place.")
+
+
+def _is_the_base(name: str, tensor: Tensor, model: Model) -> bool:
+    own = {_PREFIX + key: value for key, value in model.module.state_dict().items()}
+    held = own.get(name.replace(".base_layer.", "."))
+    return held is not None and held.shape == tensor.shape and bool(torch.allclose(held.float().cpu(), tensor.float()))
+
+
+_UNUSABLE: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "lora_bias": "a bias in LoRA",
+    "modules_to_save": "whole modules (modules_to_save)",
+    "rank_pattern": "a rank per layer (rank_pattern)",
+    "alpha_pattern": "an alpha per layer (alpha_pattern)",
+    "trainable_token_indices": "trained token embeddings",
+    "layer_replication": "replicated layers",
+    "target_parameters": "LoRA on bare parameters",
+    "fan_in_fan_out": "transposed layers (fan_in_fan_out)",
+    "megatron_config": "Megatron layers",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise EngineFault(f"The adapter is of type {config.get('peft_type')!r}; only LORA adapters can be used.")
+    used = [words for key, words in _UNUSABLE.items() if config.get(key)]
+    if config.get("bias", "none") != "none":
+        used.append("trained biases")
+    if used:
+        raise EngineFault(f"The adapter uses {', '.join(used)}, which tinkex has not. Only plain LoRA can be loaded.")
+
+
+def _peft_config(adapter: Adapter) -> dict[str, Any]:
+    from tinkex.engine.models.registry import adapter_base
+
+    info, module = adapter.model.info, adapter.model.module
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter_base(info),
+        # PEFT warns of keys that it does not know, so what is said about the base model stands where it ignores it.
+        "auto_mapping": {
+            "base_model_class": type(module).__name__,
+            "parent_library": type(module).__module__,
+            "source": info.source,
+            "source_hash": info.source_hash,
+        },
+        "inference_mode": True,
+        "r": adapter.spec.rank,
+        "lora_alpha": LORA_ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "target_modules": _target_modules(adapter),
+    }
+
+
+def _target_modules(adapter: Adapter) -> list[str]:
+    """Last names (`q_proj`), as other tools expect them, if they mean exactly our sites; else full names."""
+    names = {site.name for site in adapter.sites}
+    short = {name.rpartition(".")[2] for name in names}
+    meant = {name for name, _ in adapter.model.module.named_modules() if name.rpartition(".")[2] in short}
+    return sorted(short if meant == names else names)
+
+
+def _own_config(adapter: Adapter) -> dict[str, Any]:
+    info = adapter.model.info
+    base = {"base": info.name, "source": info.source, "source_hash": info.source_hash}
+    return {"format": 1, **base, **asdict(adapter.spec)}
+
+
+def _flags(spec: LoraSpec) -> str:
+    return " ".join(f"{role.value}={str(getattr(spec, role.value)).lower()}" for role in Role)
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which becomes `folder` at the end or vanishes."""
+    place, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
+    try:
+        for path in (place, old):
+            shutil.rmtree(path, ignore_errors=True)
+        place.mkdir(parents=True)
+        yield place
+        for path in (*place.iterdir(), place):
+            _flush(path)
+        if folder.exists():  # an operation that runs again after a crash
+            os.rename(folder, old)
+        os.rename(place, folder)
+        _flush(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as problem:
+        shutil.rmtree(place, ignore_errors=True)
+        if isinstance(problem, (OSError, SafetensorError)):
+            raise _write_fault(problem) from None
+        raise
+
+
+def _flush(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders; its renames are in its own journal
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_fault(problem: OSError | SafetensorError) -> EngineFault:
+    logger.error("writing a checkpoint failed: %s", problem)
+    text = str(problem)
+    if getattr(problem, "errno", None) == errno.ENOSPC or "No space left" in text or "os error 28" in text:
+        return EngineFault(
+            "The server's disk is full, so nothing was written; the run itself is unharmed. Free some space (delete "
+            "checkpoints, or run `tinkex gc`) and try again.",
+            "server",
+        )
+    reason = getattr(problem, "strerror", None) or "the disk refused it"
+    return EngineFault(f"The server could not write the files ({reason}); nothing was written. See its log.", "server")
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EngineFault(f"The checkpoint has no {path.name}. Was it deleted?") from None
+    except ValueError:
+        raise EngineFault(f"The checkpoint's {path.name} is not JSON.") from None
+    if not isinstance(content, dict):
+        raise EngineFault(f"The checkpoint's {path.name} is not a JSON object.")
+    return content
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise EngineFault(f"The checkpoint has no {path.name}. Was it deleted?") from None
+    except (SafetensorError, ValueError) as problem:
+        logger.error("%s cannot be read: %s", path, problem)
+        raise EngineFault(f"The checkpoint's {path.name} is damaged: it is no safetensors file.") from None

@@ -1,0 +1,185 @@
+"""What the server and an engine agree on: records, the commands' names, and the protocol. No torch in here.
+
+A command is a `Frame` whose head has an `op`; `engine/messages.py` writes and reads them.
+
+    create            adapter base rank seed train_attn train_mlp train_unembed          → {}
+    restore           adapter folder            a snapshot, as `snapshot` wrote it       → {}
+    snapshot          adapter folder            weights, moments, step, pending gradient → {"size_bytes"}
+    drop              adapter                                                            → {}
+    forward           adapter party loss_fn config data + buffers                        → metrics, outputs + buffers
+    forward_backward  the same; adds to the adapter's gradient                           → metrics, outputs + buffers
+    optim_step        adapter learning_rate beta1 beta2 eps weight_decay grad_clip_norm  → metrics
+    save              adapter folder with_optimizer                                      → files, size_bytes
+    load              adapter folder with_optimizer   replaces weights, clears gradient  → {}
+    sample            base weights(folder or null) … see `SampleSpec`                    → events, then the result
+    cancel            number                    a sample that nobody wants any more      (no reply)
+
+Folders are absolute paths that the server chose; no client's text becomes a path. Commands of one adapter run in the
+order of their coming; those of different adapters may share a pass, where every `party` has an equal share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tinkex.engine.frames import Frame
+from tinkex.errors import TinkexError
+
+LORA_ALPHA = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A base model that is offered: its names, where its files are and what they can do."""
+
+    name: str
+    folder: str
+    """Local: config.json, safetensors, tokenizer.json."""
+    aliases: tuple[str, ...] = ()
+    source: str = "folder"
+    """`built-in`, `folder`, `hub` or `gguf` (then the weights are not the hub's)."""
+    source_hash: str = ""
+    arch: str = ""
+    vocab_size: int = 0
+    max_context_length: int = 0
+    end_tokens: tuple[int, ...] = ()
+    """Where a sequence ends unless the caller says otherwise."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """What an adapter is, besides its numbers."""
+
+    rank: int = 32
+    seed: int = 0
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+    @property
+    def scale(self) -> float:
+        return LORA_ALPHA / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSpec:
+    """One sampling request in the engine's words. The head of its frame has these fields; tokens travel as buffers."""
+
+    base: str
+    weights: str | None = None
+    """A folder with an adapter, or None for the base model."""
+    party: str = ""
+    """Whose request it is: what was read of its prompt serves nobody else's."""
+    prompt: tuple[int, ...] = ()
+    num_samples: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """Always set: the server draws one if the caller did not."""
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+    topk_prompt: int = 0
+    topk_sample: int = 0
+    last_n: int | None = None
+    """Only the last n entries of the prompt's log-probabilities are wanted."""
+    alt_k: int = 0
+    """Alternative tokens to draw at every prompt position after the first."""
+    targets: tuple[tuple[int, ...], ...] | None = None
+    """For every prompt position after the first: tokens whose log-probability is wanted (rows may differ in length)."""
+    is_streamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Some tokens of sequence `index`, as they are drawn."""
+
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """One finished sequence. `topk` has one ranked list of (token, logprob) per token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: str
+    topk: list[list[tuple[int, float]]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """A whole answer. Prompt entries: one per prompt token, None where there is no value (the first, before last_n)."""
+
+    sequences: list[Sequence]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt: list[list[tuple[int, float]] | None] | None = None
+    targets: list[list[float]] | None = None
+    alternatives: list[list[tuple[int, float]]] | None = None
+    cache_hit_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+SampleEvent = Tokens | Sampled
+
+
+class EngineFault(TinkexError):
+    """The engine ran a command and it failed; the adapter is as it was before."""
+
+    def __init__(self, message: str, category: str = "user") -> None:
+        super().__init__(message)
+        self.category = category
+
+
+class EngineDied(TinkexError):
+    """The engine's process ended while it had the command. What it held in memory is gone; another is started."""
+
+    retryable = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """How the engine is, for health, queue reasons and metrics."""
+
+    is_ready: bool
+    reason: str = ""
+    generation: int = 0
+    """Grows with every start: adapters of an earlier generation are gone."""
+    pid: int = 0
+    rss_bytes: int = 0
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What the server needs. All of it on the server's loop; nothing here blocks."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    async def start(self) -> None:
+        """Return once models are loaded and commands are taken. Raises with the reason if that cannot be."""
+
+    async def ready(self) -> None:
+        """Wait until commands are taken again (after a death: until the next start succeeded)."""
+
+    async def run(self, command: Frame) -> Frame:
+        """Run one command. Raises EngineFault or EngineDied."""
+
+    def sample(self, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
+        """`Tokens` as they are drawn if the spec is streamed, and in the end one `Sampled`. Closing it cancels."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Base models: their names, their files, and one loaded into memory."""

@@ -1,0 +1,1 @@
+"""C kernels for x86-64 and their binding."""

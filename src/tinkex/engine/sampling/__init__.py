@@ -1,0 +1,1 @@
+"""Sampling: decode batches, KV and prefix caches, the choice of a token, stops."""

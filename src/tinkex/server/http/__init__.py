@@ -1,0 +1,1 @@
+"""HTTP for the service: reading requests, access, errors, files, metrics."""

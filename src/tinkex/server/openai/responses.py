@@ -1,0 +1,312 @@
+"""Answers in OpenAI's words: the engine's events become text, log-probabilities, choices and chunks. Pure.
+
+One code makes whole answers and streams, so that they say the same. The text ends before a stop string;
+log-probabilities and usage cover every token that was drawn, those of the stop too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from tinkex.engine.contract import EngineDied, EngineFault, Sampled, SampleEvent
+from tinkex.errors import ValidationError
+from tinkex.server.http.errors import Refused, bad
+from tinkex.server.openai.chat import BadField
+from tinkex.server.openai.requests import Wish
+from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer
+
+LEAST_LOGPROB: Final = -9999.0
+"""JSON has no minus infinity; OpenAI writes this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A token, and where in the text it begins."""
+
+    token: int
+    logprob: float | None
+    top: Sequence[tuple[int, float]]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The next part of a choice; the last one has the reason why it ends."""
+
+    index: int
+    text: str
+    entries: Sequence[Entry] = ()
+    finish_reason: str | None = None
+
+
+class Text:
+    """The text of one sequence as its tokens come, up to the first stop string."""
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str], length: int = 0) -> None:
+        self._decoder = decoder
+        self._stops = stops
+        self._held = ""
+        """Decoded, but perhaps the beginning of a stop string."""
+        self.length = length
+        """Characters that were given out."""
+        self.is_stopped = False
+
+    @property
+    def offset(self) -> int:
+        """Where the next token begins."""
+        return self.length + len(self._held)
+
+    def push(self, token: int) -> str:
+        return "" if self.is_stopped else self._add(self._decoder.push(token))
+
+    def finish(self) -> str:
+        if self.is_stopped:
+            return ""
+        piece = self._add(self._decoder.finish())
+        rest, self._held = self._held, ""
+        self.length += len(rest)
+        return piece + rest
+
+    def _add(self, piece: str) -> str:
+        text = self._held + piece
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped, self._held, text = True, "", text[: min(found)]
+        else:
+            keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+            text, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        self.length += len(text)
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text are the beginning of the stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt of the request. `echo` is its text if the answer begins with it."""
+
+    tokens: Sequence[int]
+    echo: str | None = None
+
+
+class Answer:
+    """All choices of a request. `feed` it the events of each prompt; it says what can be told of them now."""
+
+    def __init__(self, wish: Wish, tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> None:
+        self._wish = wish
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._choices = [
+            _Choice(index, wish, tokenizer, prompt)
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(wish.n))
+        ]
+        self._sampled_tokens = 0
+        self._cached_tokens = 0
+
+    def feed(self, prompt: int, event: SampleEvent) -> list[Piece]:
+        """What an event of this prompt adds."""
+        first = prompt * self._wish.n
+        if not isinstance(event, Sampled):
+            piece = self._choices[first + event.index].push(event.tokens, event.logprobs)
+            return [] if piece is None else [piece]
+        self._cached_tokens += event.cache_hit_tokens
+        pieces = []
+        for place, sequence in enumerate(event.sequences):
+            choice = self._choices[first + place]
+            if choice.wants_tokens:
+                self._sampled_tokens += len(sequence.tokens)
+            pieces.append(choice.finish(event, place))
+        return pieces
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._sampled_tokens,
+            "total_tokens": prompt_tokens + self._sampled_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+
+class _Choice:
+    def __init__(self, index: int, wish: Wish, tokenizer: ModelTokenizer, prompt: Prompt) -> None:
+        self._index = index
+        self._wish = wish
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._text = Text(Decoder(tokenizer, prompt.tokens), wish.stop, len(prompt.echo or ""))
+        self._seen = 0
+        self._entries: list[Entry] = []
+        self._is_echo_due = prompt.echo is not None
+        self.wants_tokens = wish.max_tokens != 0
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece | None:
+        """Some more tokens of a stream."""
+        text = self._echo() + self._take(tokens, logprobs, None)
+        return self._piece(text) if text else None
+
+    def finish(self, sampled: Sampled, place: int) -> Piece:
+        """The whole sequence is known: what was not pushed before, and the end."""
+        sequence = sampled.sequences[place]
+        if self._is_echo_due and self._wish.top_logprobs is not None:
+            self._entries += prompt_entries(self._tokenizer, self._prompt, sampled)
+        text, finish_reason = self._echo(), "length"
+        if self.wants_tokens:
+            rest = slice(self._seen, None)
+            top = None if sequence.topk is None else sequence.topk[rest]
+            text += self._take(sequence.tokens[rest], sequence.logprobs[rest], top) + self._text.finish()
+            if sequence.stop_reason == "stop" or self._text.is_stopped:
+                finish_reason = "stop"
+        return self._piece(text, finish_reason)
+
+    def _echo(self) -> str:
+        is_due, self._is_echo_due = self._is_echo_due, False
+        return (self._prompt.echo or "") if is_due else ""
+
+    def _take(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]] | None
+    ) -> str:
+        pieces = []
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            if self._wish.top_logprobs is not None:
+                self._entries.append(Entry(token, logprob, () if top is None else top[place], self._text.offset))
+            pieces.append(self._text.push(token))
+        self._seen += len(tokens)
+        return "".join(pieces)
+
+    def _piece(self, text: str, finish_reason: str | None = None) -> Piece:
+        # A token inside a stop string begins where the text ends.
+        end = self._text.length
+        entries = [Entry(row.token, row.logprob, row.top, min(row.offset, end)) for row in self._entries]
+        self._entries = []
+        return Piece(index=self._index, text=text, entries=entries, finish_reason=finish_reason)
+
+
+def prompt_entries(tokenizer: ModelTokenizer, prompt: Prompt, sampled: Sampled) -> list[Entry]:
+    """The tokens of an echoed prompt. The first has no log-probability: nothing stands before it."""
+    text, entries = Text(Decoder(tokenizer), ()), []
+    logprobs = sampled.prompt_logprobs or [None] * len(prompt.tokens)
+    tops = sampled.topk_prompt or [None] * len(prompt.tokens)
+    for token, logprob, top in zip(prompt.tokens, logprobs, tops, strict=True):
+        entries.append(Entry(token, logprob, top or (), min(text.offset, len(prompt.echo or ""))))
+        text.push(token)
+    return entries
+
+
+# ── Shapes
+
+Style = Literal["completion", "chat"]
+
+
+def whole_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """A choice of an answer that is not streamed."""
+    text = "".join(piece.text for piece in pieces)
+    entries = [entry for piece in pieces for entry in piece.entries]
+    choice = {
+        "index": pieces[-1].index,
+        "logprobs": logprobs_of(style, tokenizer, wish, entries),
+        "finish_reason": pieces[-1].finish_reason,
+    }
+    if style == "completion":
+        return {**choice, "text": text}
+    return {**choice, "message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+def chunk_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, piece: Piece, is_first: bool) -> dict[str, Any]:
+    """A choice of one chunk of a stream."""
+    choice = {
+        "index": piece.index,
+        "logprobs": logprobs_of(style, tokenizer, wish, piece.entries) if piece.entries else None,
+        "finish_reason": piece.finish_reason,
+    }
+    if style == "completion":
+        return {**choice, "text": piece.text}
+    delta = {"role": "assistant"} if is_first else {}
+    return {**choice, "delta": {**delta, "content": piece.text} if piece.text or is_first else delta}
+
+
+def logprobs_of(style: Style, tokenizer: ModelTokenizer, wish: Wish, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    if wish.top_logprobs is None:
+        return None
+    if style == "chat":
+        return {"content": [_chat_entry(tokenizer, entry) for entry in entries], "refusal": None}
+    return {
+        "tokens": [_name(tokenizer, entry.token) for entry in entries],
+        "token_logprobs": [None if entry.logprob is None else _finite(entry.logprob) for entry in entries],
+        "top_logprobs": [_top(tokenizer, entry) for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def _top(tokenizer: ModelTokenizer, entry: Entry) -> dict[str, float] | None:
+    """The likeliest tokens, and the one that is there even if it is not among them."""
+    if entry.logprob is None:
+        return None
+    named: dict[str, float] = {}
+    for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+        # Two tokens may have one text; the likelier one is meant.
+        name = _name(tokenizer, token)
+        named[name] = max(named.get(name, LEAST_LOGPROB), _finite(logprob))
+    return named
+
+
+def _chat_entry(tokenizer: ModelTokenizer, entry: Entry) -> dict[str, Any]:
+    top = [_chat_token(tokenizer, token, logprob) for token, logprob in entry.top]
+    return {**_chat_token(tokenizer, entry.token, entry.logprob or 0.0), "top_logprobs": top}
+
+
+def _chat_token(tokenizer: ModelTokenizer, token: int, logprob: float) -> dict[str, Any]:
+    content = tokenizer.token_bytes(token)
+    return {"token": content.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(content)}
+
+
+def _name(tokenizer: ModelTokenizer, token: int) -> str:
+    """A token's text; one that is part of a character is spelled out, as OpenAI does."""
+    content = tokenizer.token_bytes(token)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB) if logprob == logprob else LEAST_LOGPROB
+
+
+# ── Errors
+
+_TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def refusal_of(problem: Exception) -> Refused | None:
+    """What is to be said of a problem; None if it is not one that anybody foresaw."""
+    match problem:
+        case Refused(code="unknown_base_model" | "unknown_checkpoint"):
+            return Refused(404, problem.detail, "model_not_found")
+        case Refused():
+            return problem
+        case ValidationError():
+            return bad(str(problem), "invalid")
+        case EngineFault(category="user"):
+            return bad(str(problem), "invalid")
+        case EngineFault():
+            return Refused(500, str(problem), "engine_failed", "server")
+        case EngineDied():
+            detail = "The engine died and is being started again. Ask again in a moment."
+            return Refused(503, detail, "engine_restarting", "server", {"retry-after": "2"})
+    return None
+
+
+def error_of(refused: Refused) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    kind = _TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
+    param = refused.param if isinstance(refused, BadField) else None
+    if refused.code == "model_not_found":
+        param = "model"
+    return {"error": {"message": refused.detail, "type": kind, "param": param, "code": refused.code}}

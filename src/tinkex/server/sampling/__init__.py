@@ -1,0 +1,1 @@
+"""Samples of the service: their queue, their options, tokenizers and chat templates."""

@@ -1,0 +1,1 @@
+"""Training operations of the service: from intake to a stored result."""

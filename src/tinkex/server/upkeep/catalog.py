@@ -1,0 +1,32 @@
+"""The base models that were named at start. A client can ask for these and for nothing else: no path, no other name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tinkex.engine.contract import ModelInfo
+from tinkex.server.http.errors import Refused
+
+
+class Catalog:
+    """Finds a model by its name or an alias."""
+
+    def __init__(self, models: Sequence[ModelInfo]) -> None:
+        self.models = tuple(models)
+        self._by_name = {name: model for model in models for name in model.names}
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that works, aliases too."""
+        return list(self._by_name)
+
+    def find(self, name: object) -> ModelInfo:
+        found = self._by_name.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise Refused(
+                400,
+                f"Base model {str(name)[:200]!r} is not served here. Served: {', '.join(self.names)}. "
+                "To serve another one, start `tinkex serve` with --base-model NAME.",
+                "unknown_base_model",
+            )
+        return found

@@ -1,0 +1,1 @@
+"""What the scripted service responds to each endpoint."""

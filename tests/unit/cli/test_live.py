@@ -1,0 +1,112 @@
+"""`models`, `console`, `chat` and `run watch` against a real service with a real, tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+import tinkex
+from tests.integration.service.live import LiveServer
+
+from .conftest import Tinkex
+from .terminal import Terminal
+
+STEPS = 4
+
+
+class Trained(NamedTuple):
+    run_id: str
+    sampler: str
+    losses: list[float | None]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with LiveServer(tmp_path_factory.mktemp("live") / "data") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trained(live: LiveServer) -> Trained:
+    tokens = list(b"hello, world")
+    datum = tinkex.Datum(
+        tinkex.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+    )
+    with tinkex.ServiceClient(base_url=live.url, telemetry=False) as service:
+        training = service.create_lora_training_client("tinkex/tiny", rank=4)
+        losses = []
+        for _ in range(STEPS):
+            losses.append(training.forward_backward([datum], "cross_entropy").result().loss)
+            training.optim_step(tinkex.AdamParams(learning_rate=1e-2)).result()
+        path = training.save_weights_for_sampler("final").result().path
+        return Trained(training.model_id, path, losses)
+
+
+@pytest.fixture(autouse=True)
+def address(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", live.url)
+
+
+@pytest.fixture
+def ask(run: Tinkex, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """One message on stdin; the answer as JSON."""
+
+    def call(text: str, *words: str) -> Any:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return run("chat", *words, "-o", "json").json
+
+    return call
+
+
+def test_models_and_console_of_a_live_service(run: Tinkex, live: LiveServer) -> None:
+    row = run("models", "list").out.splitlines()[1]
+    assert row.split() == ["tinkex/tiny", "–", "2,048", "train,", "sample", "built-in"]
+    assert run("console", "--no-browser").out == f"{live.url}/\n"
+
+
+def test_the_same_seed_gives_the_same_answer_and_an_adapter_another(trained: Trained, ask: Callable[..., Any]) -> None:
+    words = ("--max-tokens", "12", "--seed", "3")
+    base = ask("Who are you?", "tinkex/tiny", *words)
+    assert base["answer"] and base == ask("Who are you?", *words)
+    adapter = ask("Who are you?", "latest", *words)
+    assert adapter["model"] == trained.sampler
+    assert adapter["answer"] != base["answer"]
+    assert ask("Who are you?", trained.sampler, *words) == adapter
+
+
+def test_ctrl_c_stops_the_answer_here_and_there_and_the_conversation_goes_on(trained: Trained) -> None:
+    with (
+        tinkex.ServiceClient(telemetry=False) as service,
+        Terminal("chat", "--temperature", "0", "--max-tokens", "1900") as terminal,
+    ):
+        rest = service.create_rest_client()
+        terminal.wait_for("`tinkex chat latest` talks to what you trained last.")
+        terminal.wait_for("> ")
+        terminal.type("Hi\n")
+        terminal.wait_for("Hi\n")
+        while rest.get_service_state().result().running_samples == 0:
+            time.sleep(0.005)
+        terminal.type("\x03")
+        terminal.wait_for("(stopped)")
+        end = time.monotonic() + 10
+        while rest.get_service_state().result().running_samples and time.monotonic() < end:
+            time.sleep(0.01)
+        assert rest.get_service_state().result().running_samples == 0
+        terminal.wait_for("> ")
+        terminal.type("/exit\n")
+        assert terminal.end() == 0
+
+
+def test_watch_tells_the_losses_that_the_loop_was_told(run: Tinkex, trained: Trained) -> None:
+    ran = run("run", "watch", trained.sampler, "--until-idle", "--idle-for", "0", "-o", "json")
+    steps = [json.loads(line) for line in ran.out.splitlines()]
+    assert len(steps) == STEPS and trained.losses[0] is not None
+    assert steps[0]["learning_rate"] == pytest.approx(1e-2)
+    assert steps[0]["loss"] == pytest.approx(trained.losses[0] / 11)  # a sum there, a mean over 11 tokens here
+    assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["seconds"] > 0

@@ -1,0 +1,123 @@
+"""An engine process without torch: the real `child`, whose trainer and sampler do what a test's command says.
+
+Run by its path in place of `tinkex.engine.process.main`. A model's name decides how it starts: `broken` cannot be
+loaded, `endless` never is, `garbage` says something that is not a frame.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Generator, Mapping
+from time import sleep
+from typing import Any
+
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, Sequence, Tokens
+from tinkex.engine.frames import Frame
+from tinkex.engine.process import main
+
+
+class Trainer:
+    """One command at a time."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, Generator[None, None, Frame]]] = deque()
+
+    passes = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, number: int, command: Frame) -> None:
+        self._queue.append((number, self._run(command)))
+
+    def step(self) -> list[tuple[int, Frame | Exception]]:
+        number, running = self._queue[0]
+        try:
+            next(running)
+            return []
+        except StopIteration as end:
+            reply = end.value
+        except Exception as problem:
+            reply = problem
+        self._queue.popleft()
+        return [(number, reply)]
+
+    def _run(self, command: Frame) -> Generator[None, None, Frame]:
+        match command.head["op"]:
+            case "echo":
+                return Frame({"heard": command.head}, command.buffers)
+            case "print":
+                print("a print", flush=True)
+                os.write(1, b"a write to fd 1\n")
+                subprocess.run([sys.executable, "-c", "print('a print of a child')"], check=True)
+                return Frame({"read": sys.stdin.read()})
+            case "steps":
+                for _ in range(command.head["count"]):
+                    sleep(0.01)
+                    yield
+                return Frame({})
+            case "fault":
+                raise EngineFault("This will not do.", "user")
+            case "unwritable":
+                return Frame({"metrics": object()})
+        raise KeyError("a secret at /some/path")
+
+
+class Sampler:
+    """Draws one token per step and sequence: 0, 1, 2 … A temperature of 13 breaks the step, the base `none` the add."""
+
+    cache_bytes = 0
+
+    def __init__(self) -> None:
+        self._drawn: dict[int, tuple[SampleSpec, list[int]]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._drawn)
+
+    def add(self, number: int, spec: SampleSpec) -> None:
+        if spec.base == "none":
+            raise EngineFault("There is no such base.")
+        self._drawn[number] = (spec, [])
+
+    def cancel(self, number: int) -> None:
+        self._drawn.pop(number, None)
+
+    def step(self) -> list[tuple[int, SampleEvent | EngineFault]]:
+        sleep(0.005)
+        events: list[tuple[int, SampleEvent | EngineFault]] = []
+        for number, (spec, tokens) in list(self._drawn.items()):
+            if spec.temperature == 13:
+                raise ZeroDivisionError
+            tokens.append(len(tokens))
+            if spec.is_streamed:
+                events.append((number, Tokens(0, tokens[-1:], [-0.5])))
+            if len(tokens) == spec.max_tokens:
+                row = Sequence(tokens=tokens, logprobs=[-0.5] * len(tokens), stop_reason="length")
+                events.append((number, Sampled(sequences=[row], prompt_tokens=len(spec.prompt))))
+                del self._drawn[number]
+        return events
+
+
+def load(start: Mapping[str, Any], send: main.Send) -> main.Loop:
+    name = start["models"][0]["name"]
+    send(Frame({"n": 0, "news": "loading", "what": name}))
+    match name:
+        case "broken":
+            raise OSError("its weights are missing")
+        case "endless":
+            threading.Event().wait()
+        case "garbage":
+            send(Frame({"no": "number"}))
+    send(Frame({"n": 0, "news": "ready", "threads": 1, "device": "cpu"}))
+    return main.Loop(Trainer(), Sampler(), send)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main.load = load
+    main.main()

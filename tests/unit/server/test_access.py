@@ -1,0 +1,175 @@
+"""Keys: who is let in, as whom, and how soon not any more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from uuid import uuid4
+
+import pytest
+
+import tinkex
+from tests.unit.server.conftest import Served
+from tinkex.server.http.access import CACHE_S, is_guarded, key_in, route_path
+from tinkex.store.keys import hash_key, hint, new_key
+from tinkex.store.records import Key
+
+ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
+
+
+def add_key(served: Served, tenant: str) -> str:
+    key = new_key()
+    row = Key(
+        id=uuid4().hex, sha256=hash_key(key), tenant=tenant, name=tenant, hint=hint(key), created_at=served.clock.wall()
+    )
+    served.run(served.service.db(served.store.add_key, row))
+    return key
+
+
+def who(served: Served, key: str | None) -> str:
+    answer = served.ask("GET", "auth/apikey/me", key=key)
+    return str(answer.json["user_urn"]).removeprefix("tml:user:") if answer.status == 200 else str(answer.status)
+
+
+def test_without_keys_everybody_on_this_machine_is_one_tenant(served: Served) -> None:
+    assert {who(served, key) for key in (None, "tml-x", "anything")} == {"local"}
+
+
+def test_a_server_that_others_can_reach_is_closed_even_if_no_key_is_left(serve: Callable[..., Served]) -> None:
+    assert who(serve(host="0.0.0.0"), "tml-x") == "401"
+
+
+def test_each_configured_key_is_a_tenant_of_its_own_that_survives_restarts(serve: Callable[..., Served]) -> None:
+    first, second = serve(api_keys=(ALICE, BOB)), serve(api_keys=(BOB, ALICE))
+    assert who(first, ALICE) == who(second, ALICE) != who(first, BOB)
+    assert ALICE[4:9] not in who(first, ALICE).removeprefix("key-")
+
+
+@pytest.mark.parametrize("key", [None, "", "tml-wrong", "tml-alice-012345678", "x" * 5000])
+def test_a_wrong_key_is_401_with_a_sentence(serve: Callable[..., Served], key: str | None) -> None:
+    answer = serve(api_keys=(ALICE,)).ask("POST", "create_session", {}, key=key)
+    assert (answer.status, answer.json["code"]) == (401, "unauthorised")
+    assert "API key" in answer.json["detail"]
+
+
+def test_a_bearer_token_counts_as_key_and_x_api_key_comes_first(serve: Callable[..., Served]) -> None:
+    served = serve(api_keys=(ALICE, BOB))
+    assert served.ask("GET", "sessions", headers={"authorization": f"Bearer {ALICE}"}).status == 200
+    assert served.ask("GET", "sessions", headers={"authorization": f"Basic {ALICE}"}).status == 401
+    assert key_in([(b"authorization", b"bearer b"), (b"X-API-Key", b"a")]) == "a"
+
+
+def test_health_needs_no_key_and_every_other_call_does(serve: Callable[..., Served]) -> None:
+    from tinkex.wire import endpoints
+
+    served = serve(api_keys=(ALICE,))
+    parts = dict.fromkeys(("run_id", "session_id", "sampler_id", "tokenizer", "file"), "x")
+    open_calls = [
+        row.name
+        for row in endpoints.ALL
+        if served.ask(row.method, row.path.format(**parts, checkpoint_id="weights/x")).status != 401
+    ]
+    assert open_calls == ["healthz"]
+    for path in ("/v1/models", "/oai/api/v1/models", "/api/v1/import_weights"):
+        assert is_guarded(path)
+
+
+def test_a_prefix_of_a_proxy_does_not_open_a_door() -> None:
+    assert is_guarded(route_path({"path": "/tinkex/api/v1/sessions", "root_path": "/tinkex"}))
+    assert route_path({"path": "/tinkexapi/v1/x", "root_path": "/tinkex"}) == "/tinkexapi/v1/x"
+
+
+def test_a_stored_key_works_and_stops_working_soon_after_it_is_revoked(served: Served) -> None:
+    assert who(served, None) == "local"
+    key = add_key(served, "alice")
+    served.clock.advance(CACHE_S)
+    assert (who(served, key), who(served, None)) == ("alice", "401")
+    row = served.run(served.service.db(served.store.list_keys))[0]
+    served.run(served.service.db(served.store.revoke_key, row.id, served.clock.wall()))
+    served.clock.advance(CACHE_S)
+    assert who(served, key) == "401"
+    assert who(served, None) == "401", "revoking the last key must not open the service"
+
+
+def test_revoking_the_last_key_keeps_a_restarted_service_closed(serve: Callable[..., Served]) -> None:
+    first = serve()
+    key = add_key(first, "alice")
+    assert first.ask("DELETE", "auth/apikey/me", key=key).status == 200
+    assert who(serve(data_dir=first.config.data_dir), None) == "401"
+
+
+def test_a_client_can_revoke_its_own_key_at_once_and_no_configured_one(serve: Callable[..., Served]) -> None:
+    served = serve(api_keys=(ALICE,))
+    key = add_key(served, "bob")
+    assert who(served, key) == "bob"
+    assert served.ask("DELETE", "auth/apikey/me", key=key).status == 200
+    assert who(served, key) == "401"
+    answer = served.ask("DELETE", "auth/apikey/me", key=ALICE)
+    assert (answer.status, answer.json["code"]) == (400, "key_not_stored")
+    assert who(served, ALICE).startswith("key-")
+
+
+def test_two_keys_of_one_tenant_share_and_two_tenants_do_not(served: Served) -> None:
+    first, second, other = add_key(served, "lab"), add_key(served, "lab"), add_key(served, "else")
+    session = served.ask("POST", "create_session", {}, key=first).json["session_id"]
+    assert served.ask("GET", f"sessions/{session}", key=second).status == 200
+    assert served.ask("GET", f"sessions/{session}", key=other).status == 404
+    assert served.ask("POST", "session_heartbeat", {"session_id": session}, key=other).status == 404
+    assert served.ask("POST", f"sessions/{session}/finish", {}, key=other).status == 404
+    assert served.ask("GET", "sessions", key=other).json == {"sessions": []}
+
+
+def test_guessing_keys_does_not_fill_the_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinkex.server.http import access
+
+    monkeypatch.setattr(access, "_MOST_CACHED", 5)
+    key = add_key(served, "alice")
+    for number in range(12):
+        who(served, f"tml-guess-{number}")
+    assert len(served.service.access._looked) <= 5
+    assert who(served, key) == "alice"
+
+
+def test_no_key_is_logged(serve: Callable[..., Served], caplog: pytest.LogCaptureFixture) -> None:
+    served = serve(api_keys=(ALICE,))
+    with caplog.at_level(logging.DEBUG):
+        who(served, ALICE), who(served, "tml-a-wrong-key-of-somebody")
+    assert not any(word in caplog.text for word in (ALICE, "tml-a-wrong-key-of-somebody"))
+    assert ALICE not in repr(served.config)
+
+
+def test_whoami_serves_our_client_and_the_official_login(served: Served) -> None:
+    key = add_key(served, "alice")
+    me = tinkex.RestClient(base_url=served.base_url, api_key=key).whoami().result()
+    assert me.user_urn == "tml:user:alice"
+    raw = served.ask("GET", "auth/apikey/me", key=key).json
+    assert isinstance(raw["key_id"], int)
+    assert raw["details"]["user_details"]["email"] == "alice"
+    assert key not in str(raw)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "rebound.example:8000"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"origin": "http://localhost:3000", "host": "127.0.0.1"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+    ],
+)
+def test_without_keys_a_web_page_elsewhere_cannot_use_the_service_through_a_browser(
+    served: Served, headers: dict[str, str], status: int
+) -> None:
+    answer = served.ask("GET", "sessions", headers=headers)
+    assert answer.status == status, answer.content
+    if status == 403:
+        assert "tinkex key create" in answer.json["detail"]
+
+
+def test_a_public_name_is_its_own_and_with_keys_any_name_will_do(serve: Callable[..., Served]) -> None:
+    named = serve(public_url="https://tinker.example/here")
+    assert named.ask("GET", "sessions", headers={"host": "tinker.example"}).status == 200
+    keyed = serve(api_keys=(ALICE,))
+    assert keyed.ask("GET", "sessions", key=ALICE, headers={"host": "anything.example"}).status == 200

@@ -1,0 +1,216 @@
+"""Checkpoints: listed, described, published, kept, copied, deleted; each tenant's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+import tinkex
+from tests.unit.server.conftest import Served
+
+ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
+
+
+@pytest.fixture
+def rest(served: Served) -> tinkex.RestClient:
+    return tinkex.RestClient(base_url=served.base_url, api_key="tml-anything")
+
+
+def test_checkpoints_are_listed_by_run_and_by_user_in_pages(served: Served, rest: tinkex.RestClient) -> None:
+    run, other = served.training_run(), served.training_run("t:train:0")
+    for name in ("a", "b", "c"):
+        served.checkpoint(run, name, user_metadata={"step": 3})
+        served.clock.advance(1)
+    served.checkpoint(other, "d", "external_weights")
+    found = rest.list_checkpoints(run.id).result().checkpoints
+    assert [saved.checkpoint_id for saved in found] == ["weights/c", "weights/b", "weights/a"]
+    assert {saved.checkpoint_type for saved in found} == {"training"}
+    assert found[0].user_metadata == {"step": "3"}
+    page = rest.list_user_checkpoints(limit=2).result()
+    assert [saved.checkpoint_id for saved in page.checkpoints] == ["external_weights/d", "weights/c"]
+    assert page.cursor is not None
+    assert page.cursor.total_count == 4
+
+
+def test_old_official_clients_are_not_shown_exports_because_they_refuse_a_list_that_has_one(served: Served) -> None:
+    run = served.training_run()
+    served.checkpoint(run, "a")
+    served.checkpoint(run, "e", "external_weights")
+
+    def listed(path: str, **headers: str) -> int:
+        return len(served.ask("GET", path, headers=headers).json["checkpoints"])
+
+    for path in ("checkpoints", f"training_runs/{run.id}/checkpoints"):
+        versions = ("0.4.1", "0.27.1", "0.28.0", "0.36.0", "nonsense")
+        found = [listed(path, **{"x-stainless-package-version": version}) for version in versions]
+        assert (found, listed(path)) == ([1, 1, 2, 2, 2], 2)
+
+
+def test_a_deleted_checkpoint_is_gone_with_its_folder(served: Served, rest: tinkex.RestClient) -> None:
+    saved, kept = served.checkpoint(run := served.training_run(), "a"), served.checkpoint(run, "b")
+    rest.delete_checkpoint_from_tinker_path(saved.path).result()
+    assert not (served.config.data_dir / saved.folder).exists()
+    assert (served.config.data_dir / kept.folder / "adapter_config.json").exists()
+    with pytest.raises(tinkex.NotFoundError):
+        rest.delete_checkpoint_from_tinker_path(saved.path).result()
+
+
+def test_deleting_never_leaves_the_data_folder(served: Served) -> None:
+    outside = served.config.data_dir.parent / "precious"
+    outside.mkdir()
+    run = served.training_run()
+    for number, folder in enumerate(("../precious", str(outside), ".", "checkpoints/../..")):
+        served.checkpoint(run, f"x{number}")
+        saved = served.run(served.service.db(served.store.get_checkpoint, f"tinker://{run.id}/weights/x{number}"))
+        assert saved is not None
+        served.run(served.service.db(served.store.add_checkpoint, replace(saved, folder=folder)))
+        assert served.ask("DELETE", f"training_runs/{run.id}/checkpoints/weights/x{number}").status == 200
+    assert outside.is_dir()
+    assert (served.config.data_dir / "tinkex.db").exists()
+
+
+def test_a_time_to_live_can_be_set_and_taken_back(served: Served, rest: tinkex.RestClient) -> None:
+    saved = served.checkpoint(served.training_run())
+    rest.set_checkpoint_ttl_from_tinker_path(saved.path, 60).result()
+    shown = rest.list_user_checkpoints().result().checkpoints[0]
+    assert shown.expires_at is not None
+    assert shown.expires_at.timestamp() == served.clock.wall() + 60
+    rest.set_checkpoint_ttl_from_tinker_path(saved.path, None).result()
+    assert rest.list_user_checkpoints().result().checkpoints[0].expires_at is None
+
+
+def test_an_expired_checkpoint_is_gone_at_once(served: Served) -> None:
+    saved = served.checkpoint(run := served.training_run())
+    place = f"training_runs/{run.id}/checkpoints/weights/0001"
+    assert served.ask("PUT", f"{place}/ttl", {"ttl_seconds": 60}).status == 200
+    served.clock.advance(60)
+    assert served.ask("POST", "weights_info", {"tinker_path": saved.path}).status == 404
+    assert served.ask("GET", f"{place}/archive").status == 404
+    assert served.ask("DELETE", place).status == 404
+    assert served.ask("GET", "checkpoints").json["checkpoints"] == []
+
+
+@pytest.mark.parametrize("ttl", [0, -5, 1.5, True, "60", 10**12])
+def test_a_senseless_time_to_live_is_refused(served: Served, ttl: object) -> None:
+    served.checkpoint(run := served.training_run())
+    answer = served.ask("PUT", f"training_runs/{run.id}/checkpoints/weights/0001/ttl", {"ttl_seconds": ttl})
+    assert (answer.status, answer.json["code"]) == (400, "bad_ttl")
+
+
+def test_weights_info_tells_what_a_training_client_needs(served: Served, rest: tinkex.RestClient) -> None:
+    found = rest.get_weights_info_by_tinker_path(served.checkpoint(served.training_run()).path).result()
+    assert (found.base_model, found.lora_rank) == ("tinkex/tiny", 8)
+    assert (found.train_attn, found.train_mlp, found.train_unembed) == (True, True, False)
+    assert served.ask("POST", "weights_info", {"tinker_path": "tinker://x/y"}).status == 400
+    assert served.ask("POST", "weights_info", {}).status == 400
+
+
+def test_others_see_a_checkpoint_only_while_it_is_published_and_never_change_it(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve(api_keys=(ALICE, BOB))
+    owner = served.run(served.service.access.tenant(ALICE))
+    run = served.training_run(tenant=owner)
+    saved = served.checkpoint(run)
+    place = f"training_runs/{run.id}/checkpoints/weights/0001"
+
+    def statuses(key: str) -> list[int]:
+        return [
+            served.ask("POST", "weights_info", {"tinker_path": saved.path}, key=key).status,
+            served.ask("GET", f"{place}/archive", key=key).status,
+            served.ask("GET", f"{place}/external_weights_urls", key=key).status,
+        ]
+
+    assert (statuses(ALICE), statuses(BOB)) == ([200, 302, 200], [404, 404, 404])
+    assert served.ask("POST", f"{place}/publish", key=BOB).status == 404
+    assert served.ask("POST", f"{place}/publish", key=ALICE).status == 200
+    assert statuses(BOB) == [200, 302, 200]
+    changes = [("DELETE", place), ("DELETE", f"{place}/publish"), ("PUT", f"{place}/ttl")]
+    for method, path in changes:
+        assert served.ask(method, path, {"ttl_seconds": 5} if method == "PUT" else None, key=BOB).status == 404
+    assert served.ask("GET", f"training_runs/{run.id}", key=BOB).status == 404
+    assert served.ask("GET", f"training_runs/{run.id}/checkpoints", key=BOB).status == 404
+    assert served.ask("DELETE", f"{place}/publish", key=ALICE).status == 200
+    assert statuses(BOB) == [404, 404, 404]
+
+
+def test_what_belongs_to_others_is_unknown_in_the_same_words(serve: Callable[..., Served]) -> None:
+    served = serve(api_keys=(ALICE, BOB))
+    run = served.training_run(tenant=served.run(served.service.access.tenant(ALICE)))
+    served.checkpoint(run)
+    theirs = served.ask("DELETE", f"training_runs/{run.id}/checkpoints/weights/0001", key=BOB)
+    nobodys = served.ask("DELETE", f"training_runs/{run.id}/checkpoints/weights/9999", key=BOB)
+    assert theirs.status == nobodys.status == 404
+    assert theirs.content.replace(b"0001", b"9999") == nobodys.content
+
+
+def test_a_copy_outlives_its_source_and_belongs_to_who_made_it(serve: Callable[..., Served]) -> None:
+    served = serve(api_keys=(ALICE, BOB))
+    alice, bob = (served.run(served.service.access.tenant(key)) for key in (ALICE, BOB))
+    source = served.checkpoint(run := served.training_run(tenant=alice), is_public=True, has_optimizer=True)
+    path = tinkex.RestClient(base_url=served.base_url, api_key=BOB).copy_weights(source.path, ttl_seconds=60).result()
+    assert served.ask("DELETE", f"training_runs/{run.id}/checkpoints/weights/0001", key=ALICE).status == 200
+    copy = served.run(served.service.db(served.store.get_checkpoint, path))
+    assert copy is not None
+    assert (copy.tenant, copy.is_public, copy.has_optimizer, copy.files) == (bob, False, True, source.files)
+    assert copy.expires_at == served.clock.wall() + 60
+    assert (served.config.data_dir / copy.folder / "adapter_config.json").read_bytes().startswith(b"{")
+    # Clients of 0.4.1 read the run to make a training client of its weights.
+    shown = served.ask("GET", f"training_runs/{copy.run_id}", key=BOB).json
+    assert (shown["base_model"], shown["lora_rank"]) == ("tinkex/tiny", 8)
+    assert served.ask("GET", f"training_runs/{copy.run_id}", key=ALICE).status == 404
+
+
+def test_a_repeated_copy_is_one_copy(served: Served) -> None:
+    served.session("mine")
+    source, brief = served.checkpoint(run := served.training_run()), served.checkpoint(run, "brief")
+    keyed = {"x-idempotency-key": "k"}
+    first = served.ask("POST", "copy_weights", {"source_path": brief.path}, headers=keyed).json
+    assert served.ask("DELETE", f"training_runs/{run.id}/checkpoints/weights/brief").status == 200
+    assert served.ask("POST", "copy_weights", {"source_path": brief.path}, headers=keyed).json == first
+    body = {"source_path": source.path, "session_id": "mine", "model_seq_id": 4}
+    placed, retried = (served.ask("POST", "copy_weights", body).json for _ in range(2))
+    assert placed == retried == {"tinker_path": "tinker://mine:train:4/weights/0001"}
+    assert served.ask("GET", "checkpoints").json["cursor"]["total_count"] == 3
+
+
+def test_a_copy_takes_no_place_that_is_taken(served: Served) -> None:
+    run = served.training_run()
+    source = served.checkpoint(run)
+    served.session("s")
+    body = {"source_path": source.path, "session_id": "s", "model_seq_id": 0}
+    assert served.ask("POST", "copy_weights", body).json == {"tinker_path": source.path}  # it is there already
+    other = served.checkpoint(served.training_run("t:train:0"), "another")
+    assert served.ask("POST", "copy_weights", {**body, "source_path": other.path}).json["code"] == "run_exists"
+    assert served.ask("POST", "copy_weights", {**body, "session_id": "nobody"}).status == 404
+    assert served.ask("POST", "copy_weights", {**body, "model_seq_id": None}).status == 400
+
+
+def test_a_copy_goes_into_the_project_that_was_named(served: Served, rest: tinkex.RestClient) -> None:
+    source = served.checkpoint(served.training_run())
+    path = rest.copy_weights(source.path, "project-1").result()
+    runs = rest.list_training_runs(project_id="project-1").result().training_runs
+    assert [run.training_run_id for run in runs] == [path.removeprefix("tinker://").partition("/")[0]]
+    usage = tinkex.AdminClient(base_url=served.base_url, api_key="tml-x").get_current_checkpoint_storage_usage
+    assert usage("project-1").result().data[0].checkpoint_count == 1
+    assert usage().result().data[0].checkpoint_count == 2
+    assert usage().result().data[0].size_bytes == 2 * source.size_bytes
+
+
+def test_what_was_done_to_checkpoints_stands_in_the_audit_log_of_the_day(served: Served) -> None:
+    saved = served.checkpoint(run := served.training_run())
+    place = f"training_runs/{run.id}/checkpoints/weights/0001"
+    for method, path in (("POST", "/publish"), ("GET", "/archive"), ("DELETE", "")):
+        served.ask(method, place + path)
+        served.clock.advance(1)
+    admin = tinkex.AdminClient(base_url=served.base_url, api_key="tml-x")
+    entries = admin.get_audit_log("checkpoints").result().entries
+    assert [entry.event for entry in entries] == ["checkpoint.publish", "checkpoint.download", "checkpoint.delete"]
+    assert (entries[0].tinker_path, entries[0].model_id) == (saved.path, run.id)
+    assert admin.get_audit_log("projects").result().entries == []
+    served.clock.advance(86400)
+    assert admin.get_audit_log().result().entries == []
+    assert len(admin.get_audit_log(day=entries[0].timestamp.date()).result().entries) == 3
+    assert served.ask("GET", "audit?day=yesterday").status == 400

@@ -1,0 +1,155 @@
+"""What the console is told: steps out of the journal, the queue, failures; to each tenant its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from sqlalchemy import select
+from sqlalchemy.dialects import sqlite
+from starlette.requests import Request
+
+from tests.unit.server.fake_engine import FakeEngine
+from tests.unit.server.test_worker import backward, done, new_lane, running, scenario, step
+from tinkex.engine.frames import Frame
+from tinkex.server.app import make_app
+from tinkex.server.http.errors import Refused, bad
+from tinkex.server.routes import insight
+from tinkex.server.service import Service
+from tinkex.server.training.steps import steps_of, thinned
+from tinkex.store.journal import _FAILED
+from tinkex.store.records import Operation
+from tinkex.store.rows import operations
+from tinkex.store.store import Store
+
+
+def row(seq_id: int, kind: str, metrics: dict[str, float] | None = None, tokens: int = 0, s: float = 0.0) -> Operation:
+    return Operation(
+        request_id=f"op-{seq_id}", run_id="r", tenant="t", seq_id=seq_id, kind=kind, digest="", state="done",
+        finished_at=float(seq_id), cost_tokens=tokens, engine_s=s, metrics=metrics,
+    )  # fmt: skip
+
+
+def test_the_parts_of_one_batch_become_one_step_with_one_loss() -> None:
+    rows = [
+        row(0, "create_model"),
+        row(1, "forward_backward", {"loss:sum": 30.0, "weight:sum": 10.0}, 12, 0.5),
+        row(2, "forward_backward", {"loss:sum": 10.0, "weight:sum": 30.0}, 40, 1.0),
+        row(3, "optim_step", {"grad_norm:sum": 2.0, "learning_rate": 1e-4}, 0, 0.25),
+        row(4, "save_weights"),
+        row(5, "forward", {"loss:sum": 6.0, "weight:sum": 3.0}, 5),
+        row(6, "forward_backward", {"loss:sum": 7.0}),
+        row(7, "optim_step", {"learning_rate": 2e-4}),
+        row(8, "forward_backward", {"loss:sum": 1.0, "weight:sum": 1.0}),
+    ]
+    (first, second), open_passes = steps_of(rows)
+    assert open_passes == 1
+    assert (first["loss"], first["tokens"], first["seconds"], first["learning_rate"]) == (1.0, 52, 1.75, 1e-4)
+    assert (first["seq_id"], first["evaluation_loss"], first["metrics"]["grad_norm:sum"]) == (3, None, 2.0)
+    assert (second["loss"], second["evaluation_loss"], second["learning_rate"]) == (7.0, 2.0, 2e-4)
+
+
+def test_passes_without_any_step_are_told_when_the_list_is_cut() -> None:
+    rows = [row(number, "forward_backward", {"loss:sum": 1.0, "weight:sum": 2.0}) for number in range(1, 4)]
+    assert steps_of(rows) == ([], 3)
+    steps, open_passes = steps_of(rows, is_cut=True)
+    assert [(entry["seq_id"], entry["loss"]) for entry in steps] == [(3, 0.5)] and open_passes == 0
+
+
+def test_gradients_sent_as_weights_are_not_told_as_a_mean_loss() -> None:
+    rows = [
+        row(1, "forward", {"loss:sum": 0.0, "weight:sum": 0.0}),
+        row(2, "forward_backward", {"loss:sum": 3.0, "weight:sum": -1e-7}),
+        row(3, "optim_step"),
+    ]
+    (step,), _ = steps_of(rows)
+    assert (step["loss"], step["evaluation_loss"]) == (None, None)
+
+
+async def ask(service: Service, name: str, tenant: str, query: str = "", **parts: str) -> dict[str, Any]:
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": query.encode(), "headers": []}
+    request = Request({**scope, "app": make_app(service), "state": {"tenant": tenant}, "path_params": parts})
+    answer: dict[str, Any] = orjson.loads((await getattr(insight, name)(request)).body)
+    return answer
+
+
+@scenario
+async def test_a_run_tells_its_steps_and_goes_on_after_the_last_one_that_was_told(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as service:
+        lane = await new_lane(service)
+        for number in (1, 3):
+            await backward(service, lane, number)
+            await done(service, await step(service, lane, number + 1, 0.5))
+        told = await ask(service, "run_steps", "t", run_id=lane.run.id)
+        assert [entry["seq_id"] for entry in told["steps"]] == [2, 4]
+        assert told["steps"][0]["learning_rate"] == 0.5
+        again = await ask(service, "run_steps", "t", "after_seq_id=2", run_id=lane.run.id)
+        assert [entry["seq_id"] for entry in again["steps"]] == [4] and again["next_seq_id"] == 4
+        assert (await ask(service, "run_steps", "t", f"after_seq_id={10**30}", run_id=lane.run.id))["steps"] == []
+        with pytest.raises(Refused, match="not known"):
+            await ask(service, "run_steps", "stranger", run_id=lane.run.id)
+
+
+@scenario
+async def test_the_state_tells_ones_own_queue_and_of_others_a_number(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        lane, other = await new_lane(service), await new_lane(service, "o", "stranger")
+        engine.gate.clear()
+        for each in (lane, other):
+            await step(service, each, 1, 0.5)
+            await step(service, each, 2, 0.5)
+        await asyncio.sleep(0.02)
+        state = await ask(service, "service_state", "t")
+        assert {entry["run_id"] for entry in state["queue"]} == {lane.run.id}
+        assert (state["queued_operations"], state["queued_operations_of_others"]) == (2, 2)
+        assert "1 operation of this run before it" in state["queue"][1]["reason"]
+        assert "stranger" not in orjson.dumps(state).decode()
+        engine.gate.set()
+
+
+@scenario
+async def test_looking_at_an_old_run_reads_no_journal_into_memory(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as service:
+        lane = await new_lane(service)
+        await done(service, await step(service, lane, 1, 0.5))
+    async with running(tmp_path, FakeEngine()) as service:
+        told = await ask(service, "run_steps", "t", run_id=lane.run.id)
+        assert len(told["steps"]) == 1 and told["is_active"] is False
+        assert not service.worker._lanes
+
+
+def test_the_failures_of_a_tenant_are_found_by_their_index(tmp_path: Path) -> None:
+    """SQLite uses a partial index only if the states stand in the statement: as parameters it read every row."""
+    wanted = select(operations).where(operations.c.tenant == "t", _FAILED)
+    text = str(wanted.compile(dialect=sqlite.dialect(), compile_kwargs={"render_postcompile": True}))
+    assert "IN ('failed', 'refused')" in text
+    with Store.open(f"sqlite:///{tmp_path}/tinkex.db", tmp_path) as store, store._read() as connection:
+        plan = connection.exec_driver_sql("EXPLAIN QUERY PLAN " + text, ("t",)).all()
+    assert "USING INDEX operations_failed" in str(plan)
+
+
+@scenario
+async def test_failures_are_told_with_their_reason_to_their_tenant_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as service:
+        lane = await new_lane(service)
+        await service.intake.refuse(lane, 1, "forward_backward", bad("datum 0 is empty", "bad_datum"))
+        command = Frame({"op": "unheard_of", "adapter": lane.run.id}).encode()
+        await done(service, await service.intake.submit(lane, 2, "unheard_of", command))
+        told = await ask(service, "failed_operations", "t")
+        assert [(entry["seq_id"], entry["state"]) for entry in told["operations"]] == [(2, "failed"), (1, "refused")]
+        assert told["operations"][1]["error"] == "datum 0 is empty" and told["cursor"]["total_count"] == 2
+        assert (await ask(service, "failed_operations", "stranger"))["operations"] == []
+
+
+def test_a_thinned_history_keeps_its_last_step_and_stays_within_the_bound() -> None:
+    steps = [{"seq_id": number} for number in range(1, 1001)]
+    for most in (1, 3, 7, 200, 999):
+        left = thinned(steps, most)
+        assert left[-1] == steps[-1] and len(left) <= most
+        assert len({later["seq_id"] - first["seq_id"] for first, later in itertools.pairwise(left)}) <= 1
+    assert thinned(steps, 1000) == steps and thinned([], 5) == []

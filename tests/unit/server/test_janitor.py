@@ -1,0 +1,217 @@
+"""The janitor: what it takes away, what it leaves, and that nothing stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.server.conftest import Served
+from tinkex.server.upkeep.janitor import DISK, LEAST_FREE_BYTES, RUBBISH_AGE_S, TICK_S, Janitor
+from tinkex.store.records import Operation, Sampler
+
+
+def tick(served: Served, free_bytes: int = 10**12) -> None:
+    served.run(Janitor(served.service, lambda folder: free_bytes, started_at=0.0).tick())
+
+
+def age(served: Served, folder: Path, seconds: float) -> None:
+    """As if nobody had touched it for so long."""
+    at = served.clock.wall() - seconds
+    for entry in (*folder.rglob("*"), folder):
+        os.utime(entry, (at, at))
+
+
+def ephemeral(served: Served, run_id: str, number: int = 0) -> Sampler:
+    folder = f"checkpoints/{run_id}/ephemeral/{number}"
+    (served.config.data_dir / folder).mkdir(parents=True)
+    (served.config.data_dir / folder / "adapter_config.json").write_text("{}")
+    session_id = run_id.partition(":")[0]
+    sampler = Sampler(
+        id=f"{session_id}:sample:{number}",
+        tenant="local",
+        session_id=session_id,
+        base_model="tinkex/tiny",
+        created_at=served.clock.wall(),
+        folder=folder,
+    )
+    return served.run(served.service.db(served.store.add_sampler, sampler))
+
+
+def test_expired_checkpoints_go_with_their_folders_and_others_stay(served: Served) -> None:
+    run = served.training_run()
+    gone = served.checkpoint(run, "gone", expires_at=served.clock.wall() + 5)
+    kept = served.checkpoint(run, "kept", expires_at=served.clock.wall() + 50)
+    served.clock.advance(10)
+    tick(served)
+    assert not (served.config.data_dir / gone.folder).exists()
+    assert (served.config.data_dir / kept.folder).exists()
+    assert served.run(served.service.db(served.store.get_checkpoint, gone.path)) is None
+
+
+def test_results_are_kept_for_a_day(served: Served) -> None:
+    served.training_run()
+    operation = Operation(
+        request_id="r", run_id="s:train:0", tenant="local", seq_id=1, kind="optim_step", digest="", created_at=0.0
+    )
+    served.run(served.service.db(served.store.add_operation, operation, b"command"))
+
+    def finish() -> None:
+        served.store.finish("r", at=served.clock.wall(), result=b"result", result_type="json")
+
+    served.run(served.service.db(finish))
+    served.clock.advance(86_000)
+    tick(served)
+    assert served.run(served.service.db(served.store.result, "r")) == b"result"
+    served.clock.advance(1000)
+    tick(served)
+    assert served.run(served.service.db(served.store.result, "r")) is None
+
+
+def test_runs_of_silent_and_finished_sessions_leave_the_engine(served: Served) -> None:
+    served.session("busy")
+    served.session("silent")
+    served.session("done", finished={"reason": {"type": "success"}, "detail": None})
+    served.session("hand")  # without heartbeats, but it works
+    for name in ("busy", "silent", "done", "hand"):
+        served.training_run(f"{name}:train:0")
+    served.worker.held = [f"{name}:train:0" for name in ("busy", "silent", "done", "hand")]
+    tick(served)
+    assert served.worker.evicted == ["done:train:0"]
+    served.clock.advance(601)
+    served.run(served.service.db(served.store.touch_session, "busy", served.clock.wall()))
+    working = Operation(
+        request_id="r",
+        run_id="hand:train:0",
+        tenant="local",
+        seq_id=1,
+        kind="optim_step",
+        digest="",
+        created_at=served.clock.wall(),
+    )
+    served.run(served.service.db(served.store.add_operation, working, b""))
+    tick(served)
+    assert served.worker.evicted == ["done:train:0", "silent:train:0"]
+
+
+def test_ephemeral_samplers_go_with_their_session_and_saved_ones_stay(served: Served) -> None:
+    served.session("s")
+    served.session("live")
+    run = served.training_run("s:train:0")
+    served.training_run("live:train:0")
+    mine, other = ephemeral(served, "s:train:0"), ephemeral(served, "live:train:0", 1)
+    saved = served.checkpoint(run, "named", "sampler_weights")
+    named = replace(mine, id="s:sample:9", folder=None, model_path=saved.path)
+    served.run(served.service.db(served.store.add_sampler, named))
+    tick(served)
+    assert (served.config.data_dir / str(mine.folder)).exists()
+    assert served.ask("POST", "sessions/s/finish", {"reason": {"type": "success"}}).status == 200
+    tick(served)
+    assert not (served.config.data_dir / str(mine.folder)).exists()
+    assert (served.config.data_dir / str(other.folder)).exists()
+    left = served.run(served.service.db(served.store.samplers_of_session, "s"))
+    assert [sampler.id for sampler in left] == ["s:sample:9"]
+    served.clock.advance(601)
+    tick(served)
+    assert not (served.config.data_dir / str(other.folder)).exists()
+
+
+def test_silence_while_the_service_was_down_is_nobodys_silence(served: Served) -> None:
+    served.session("s")
+    served.training_run("s:train:0")
+    served.worker.held = ["s:train:0"]
+    sampler = ephemeral(served, "s:train:0")
+    served.clock.advance(3600)  # the service is down all the while, and no heartbeat reaches it
+    janitor = Janitor(served.service, lambda folder: 10**12)
+    served.run(janitor.tick())
+    served.clock.advance(599)
+    served.run(janitor.tick())
+    assert (served.config.data_dir / str(sampler.folder)).exists()
+    assert served.worker.evicted == []
+    served.clock.advance(2)
+    served.run(janitor.tick())
+    assert not (served.config.data_dir / str(sampler.folder)).exists()
+    assert served.worker.evicted == ["s:train:0"]
+
+
+def test_folders_that_no_row_names_go_after_an_hour_and_no_others(served: Served) -> None:
+    data = served.config.data_dir
+    saved = served.checkpoint(run := served.training_run())
+    (data / saved.folder / "inner").mkdir()
+    (data / saved.folder / "inner" / "x").write_text("part of a checkpoint")
+    (data / "checkpoints" / run.id / "stray").write_text("beside folders that rows name")
+    crashed = data / "checkpoints" / run.id / "weights" / "crashed"
+    lone = data / "checkpoints" / "nobody" / "weights" / "0001"
+    snapshot = data / "journal" / "snapshots" / "old"
+    foreign = data / "models" / "mine"
+    for folder in (crashed, lone, snapshot, foreign):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("x")
+    age(served, data, RUBBISH_AGE_S + 5)
+    fresh = data / "checkpoints" / "another:train:0" / "weights" / "in-the-making"
+    fresh.mkdir(parents=True)
+    age(served, data / "checkpoints" / "another:train:0", RUBBISH_AGE_S + 5)
+    os.utime(fresh, (served.clock.wall(), served.clock.wall()))
+    tick(served)
+    assert not any(folder.exists() for folder in (crashed, lone, lone.parent.parent, snapshot))
+    assert fresh.exists()
+    assert foreign.exists()
+    assert (data / saved.folder / "inner" / "x").exists()
+
+
+def test_a_full_disk_pauses_training_until_there_is_room(served: Served) -> None:
+    tick(served, LEAST_FREE_BYTES - 1)
+    assert "disk has 200 MB left" in served.worker.paused[DISK]
+    tick(served, LEAST_FREE_BYTES)
+    assert served.worker.paused == {}
+
+
+def test_data_above_the_quota_pause_training(serve: object) -> None:
+    served: Served = serve(quota_gb=0.001)  # type: ignore[operator]
+    tick(served)
+    assert served.worker.paused == {}
+    (served.config.data_dir / "large").write_bytes(bytes(1_000_001))
+    tick(served)
+    assert "quota of 0.001 GB" in served.worker.paused[DISK]
+    (served.config.data_dir / "large").unlink()
+    tick(served)
+    assert served.worker.paused == {}
+
+
+def test_one_failing_step_does_not_stop_the_others(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    served.session("done", finished={"reason": {"type": "success"}, "detail": None})
+    served.training_run("done:train:0")
+    served.worker.held = ["done:train:0"]
+
+    async def broken(run_id: str) -> bool:
+        raise RuntimeError("evicting failed")
+
+    served.worker.evict = broken  # type: ignore[method-assign]
+    tick(served, 0)
+    assert "evict_idle_runs failed" in caplog.text
+    assert DISK in served.worker.paused
+
+
+def test_it_ticks_again_and_again(served: Served) -> None:
+    ticked = []
+
+    def free(folder: Path) -> int:
+        ticked.append(folder)
+        return 10**12
+
+    async def run_thrice() -> None:
+        task = asyncio.create_task(Janitor(served.service, free).run())
+        for _ in range(2):
+            while not served.clock.sleepers:
+                await asyncio.sleep(0.001)
+            served.clock.advance(TICK_S)
+            await asyncio.sleep(0.001)
+        while not served.clock.sleepers:
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    served.run(run_thrice())
+    assert len(ticked) == 3

@@ -1,0 +1,197 @@
+"""Databases of every age open, or are refused with a sentence."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Column, Connection, MetaData, Table, Text, create_engine, inspect, select, text
+
+from tests.unit.store.conftest import Place, operation, run
+from tinkex.errors import ConfigError
+from tinkex.store import migrations
+from tinkex.store.rows import metadata, schema_version, sessions
+from tinkex.store.store import Store
+
+
+@pytest.fixture
+def postgres_place(fresh_postgres_place: Place) -> Place:
+    return fresh_postgres_place
+
+
+def test_a_fresh_database_has_every_table_column_and_index_of_rows(place: Place) -> None:
+    store = place.open()
+    with store._read() as connection:
+        found = inspect(connection)
+        for table in metadata.tables.values():
+            assert {column["name"] for column in found.get_columns(table.name)} == set(table.columns.keys())
+            assert {index.name for index in table.indexes} <= {str(i["name"]) for i in found.get_indexes(table.name)}
+        assert connection.scalars(select(schema_version.c.version)).all() == [len(migrations.STEPS)]
+
+
+def test_opening_again_changes_nothing(place: Place) -> None:
+    place.open().add_run(run(), operation(0), b"create")
+    again = place.open()
+    assert again.command("s:train:0/0") == b"create"
+
+
+def test_a_database_of_a_newer_release_is_refused_and_left_alone(place: Place) -> None:
+    store = place.open()
+    with store._write() as connection:
+        connection.execute(schema_version.update().values(version=99))
+    store.close()
+    with pytest.raises(ConfigError, match=r"newer release.*99.*Install"):
+        place.open()
+    with place.opened[0]._read() as connection:
+        assert connection.scalar(select(schema_version.c.version)) == 99
+
+
+def test_what_an_older_database_lacks_is_added_and_its_rows_stay(place: Place) -> None:
+    store = place.open()
+    store.add_run(run(), operation(0), b"create")
+    with store._write() as connection:
+        for statement in (
+            "DROP INDEX sessions_by_tenant",
+            "DROP TABLE answers",
+            "ALTER TABLE runs DROP COLUMN user_metadata",
+        ):
+            connection.execute(text(statement))
+        connection.execute(schema_version.update().values(version=0))
+    store.close()
+    again = place.open()
+    assert again.get_run("s:train:0") == run()
+    assert again.remember("ann", "k", b"answer", 1.0) == b"answer"
+    with again._read() as connection:
+        assert "sessions_by_tenant" in {index["name"] for index in inspect(connection).get_indexes(sessions.name)}
+
+
+def test_each_step_runs_once_and_in_order(place: Place) -> None:
+    ran: list[int] = []
+    steps = [lambda connection, n=n: ran.append(n) for n in (1, 2, 3, 4)]
+    store = place.open()
+    with store._write() as connection:
+        connection.execute(schema_version.update().values(version=2))
+    for _ in range(2):
+        with store._write() as connection:
+            migrations.migrate(connection, steps)
+    assert ran == [3, 4]
+
+
+def test_a_step_that_fails_leaves_the_database_as_it_was(place: Place) -> None:
+    other = MetaData()
+    Table("later", other, Column("name", Text))
+
+    def fails(connection: Connection) -> None:
+        migrations.complete(connection, other)
+        raise RuntimeError("no power")
+
+    store = place.open()
+    with pytest.raises(RuntimeError), store._write() as connection:
+        migrations.migrate(connection, [*migrations.STEPS, fails])
+    with store._read() as connection:
+        assert "later" not in inspect(connection).get_table_names()
+        assert connection.scalar(select(schema_version.c.version)) == len(migrations.STEPS)
+
+
+def test_servers_that_open_a_fresh_database_together_all_get_in(place: Place) -> None:
+    problems: list[BaseException] = []
+    line = threading.Barrier(4)
+
+    def open_it() -> None:
+        try:
+            line.wait(10)
+            Store.open(place.url, place.data_dir).close()
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=open_it) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+def test_a_new_database_that_another_program_is_just_writing_is_waited_for(tmp_path: Path) -> None:
+    """SQLite refuses to turn such a file to WAL at once, however long it was told to wait."""
+    other = sqlite3.connect(tmp_path / "tinkex.db", isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE theirs (name TEXT)")
+    other.execute("BEGIN IMMEDIATE")
+    letting_go = threading.Timer(0.2, other.execute, ["COMMIT"])
+    letting_go.start()
+    try:
+        with Store.open(f"sqlite:///{tmp_path / 'tinkex.db'}", tmp_path) as store:
+            assert not store.has_keys()
+    finally:
+        letting_go.join()
+        other.close()
+
+
+def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "notes.db").write_text("Dear diary, " * 500)
+    with pytest.raises(ConfigError, match=r"cannot be opened: file is not a database"):
+        Store.open(f"sqlite:///{tmp_path / 'notes.db'}", tmp_path)
+
+
+@pytest.mark.parametrize("url", ["mysql://me:hunter2@host/db", "sqlite://", "sqlite:///:memory:", "hunter2", "://"])
+def test_an_address_that_cannot_serve_is_refused_without_repeating_its_password(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sqlite:///path") as caught:
+        Store.open(url, tmp_path)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_postgresql_that_is_not_there_is_said_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be opened") as caught:
+        Store.open(f"postgresql://me:hunter2@/db?host={tmp_path}", tmp_path)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
+def test_every_spelling_of_a_postgresql_address_is_understood(scheme: str, postgres_place: Place) -> None:
+    url = scheme + postgres_place.url.removeprefix("postgresql")
+    with Store.open(url, postgres_place.data_dir) as store:
+        assert not store.has_keys()
+
+
+@pytest.mark.parametrize(("durability", "synchronous"), [("normal", 1), ("full", 2)])
+def test_sqlite_runs_with_a_write_ahead_log_and_the_durability_asked_for(
+    sqlite_place: Place, durability: str, synchronous: int
+) -> None:
+    store = sqlite_place.open(durability=durability)
+    with store._read() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == synchronous
+
+
+def test_a_backup_is_a_database_of_one_file_with_every_row(sqlite_place: Place) -> None:
+    store = sqlite_place.open()
+    store.add_run(run(), operation(0), b"create")
+    target = sqlite_place.data_dir / "copy" / "backup.db"
+    target.parent.mkdir()
+    store.backup(target)
+    store.add_operation(operation(1), b"later")
+    assert [path.name for path in target.parent.iterdir()] == ["backup.db"]
+    assert sqlite3.connect(target).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    with Store.open(f"sqlite:///{target}", sqlite_place.data_dir) as copy:
+        assert copy.command("s:train:0/0") == b"create"
+        assert copy.last_seq("s:train:0") == 0
+    with pytest.raises(ConfigError, match=r"already there"):
+        store.backup(target)
+
+
+def test_a_backup_of_postgresql_names_its_own_tool(postgres_place: Place, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pg_dump"):
+        postgres_place.open().backup(tmp_path / "copy.db")
+
+
+def test_additions_are_quoted_for_the_database(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'odd.db'}")
+    with engine.begin() as connection:
+        connection.execute(text('CREATE TABLE "order" (id INTEGER)'))
+        wanted = MetaData()
+        Table("order", wanted, Column("id", Text), Column("group", Text))
+        migrations.complete(connection, wanted)
+        assert [column["name"] for column in inspect(connection).get_columns("order")] == ["id", "group"]
+    engine.dispose()

@@ -1,0 +1,417 @@
+"""`tinkex.progress` around a loop: what it counts, how it ends, what it costs. Real HTTP, a scripted service."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import tinkex
+from tests.unit.watch.conftest import MODEL, PRICES, TEACHER, batch, train
+from tinkex.terminal import screen as screens
+from tinkex.testing import FailFuture, Pending, ScriptedService, Work
+from tinkex.watch.progress import Progress
+
+PROMPT, FOUR = tinkex.ModelInput.from_ints([1, 2, 3, 4, 5]), tinkex.SamplingParams(max_tokens=4)
+
+
+def quiet(training: tinkex.TrainingClient, steps: int | None = None, **options: object) -> Progress:
+    return tinkex.progress(training, steps, **{"file": io.StringIO(), **options})  # type: ignore[arg-type]
+
+
+def test_iterating_gives_the_steps_and_a_record_of_each(training: tinkex.TrainingClient) -> None:
+    given = []
+    with quiet(training, 4) as progress:
+        for step in progress:
+            given.append(step)
+            train(training).result()
+    assert given == [0, 1, 2, 3]
+    assert progress.stopped_by == "steps"
+    assert [record.step for record in progress.history] == [1, 2, 3, 4]
+    assert [record.tokens for record in progress.history] == [12] * 4
+    assert {record.learning_rate for record in progress.history} == {1e-2}
+    losses = [record.loss for record in progress.history]
+    assert losses == sorted(losses, reverse=True)  # type: ignore[type-var]
+    assert sum(record.seconds for record in progress.history) <= progress.seconds
+    assert progress.tokens == 48
+    assert progress.cost is None
+
+
+def test_a_loop_that_waits_for_nothing_is_counted_to_its_end(training: tinkex.TrainingClient) -> None:
+    with quiet(training, 20) as progress:
+        for _ in progress:
+            train(training)
+    assert progress.step == 20
+    assert len(progress.history) == 20
+
+
+def test_without_iterating_the_optim_steps_count(training: tinkex.TrainingClient) -> None:
+    file = io.StringIO()
+    with quiet(training, file=file) as progress:
+        for _ in range(3):
+            train(training)
+    assert progress.step == len(progress.history) == 3
+    assert file.getvalue().startswith("3 steps · loss ")
+
+
+def test_several_optim_steps_or_none_in_a_step_of_the_loop_are_one_step(training: tinkex.TrainingClient) -> None:
+    with quiet(training, 3) as progress:
+        for step in progress:
+            training.forward(batch(), "cross_entropy").result()
+            for _ in range(2 * step):
+                train(training)
+    assert progress.step == 3
+    assert len(progress.history) == 2 * 0 + 2 * 1 + 2 * 2
+
+
+def test_a_resumed_loop_goes_on_where_it_was(training: tinkex.TrainingClient) -> None:
+    file = io.StringIO()
+    with quiet(training, 10, start=7, file=file) as progress:
+        given = []
+        for step in progress:
+            given.append(step)
+            train(training).result()
+    assert given == [7, 8, 9]
+    assert [record.step for record in progress.history] == [8, 9, 10]
+    assert file.getvalue().startswith("10 steps · ")
+
+
+def test_a_for_loop_alone_begins_and_ends_it(training: tinkex.TrainingClient) -> None:
+    file = io.StringIO()
+    for _ in quiet(training, 2, file=file):
+        train(training)
+    assert file.getvalue().startswith("2 steps · loss ")
+
+
+def test_a_for_loop_alone_that_fails_says_where_it_was(training: tinkex.TrainingClient) -> None:
+    file = io.StringIO()
+    try:
+        for step in quiet(training, 5, file=file):
+            train(training).result()
+            1 / (1 - step)
+    except ZeroDivisionError:
+        pass
+    assert file.getvalue().startswith("stopped in step 2 of 5 · loss ")
+
+
+def test_a_loop_left_early_says_how_far_it_came(training: tinkex.TrainingClient) -> None:
+    file = io.StringIO()
+    with quiet(training, 5, file=file) as progress:
+        for step in progress:
+            train(training).result()
+            if step == 1:
+                break
+    assert file.getvalue().startswith("2 of 5 steps · ")
+    assert progress.stopped_by == ""
+
+
+def test_an_exception_passes_and_the_last_line_says_where_it_was(training: tinkex.TrainingClient) -> None:
+    file = io.StringIO()
+    with pytest.raises(ZeroDivisionError), quiet(training, 5, file=file) as progress:
+        for step in progress:
+            train(training).result()
+            1 / (2 - step)
+    assert file.getvalue().startswith("stopped in step 3 of 5 by ZeroDivisionError · loss ")
+
+
+def test_only_this_clients_work_counts_and_only_from_its_beginning(
+    service: tinkex.ServiceClient, training: tinkex.TrainingClient
+) -> None:
+    other = service.create_lora_training_client(MODEL, rank=4)
+    train(training)  # in flight while the progress begins
+    with quiet(training) as progress:
+        train(other).result()
+        train(training).result()
+    assert (progress.step, progress.tokens) == (1, 12)
+
+
+def test_a_failed_operation_costs_nothing_and_ends_no_step(
+    scripted: ScriptedService, training: tinkex.TrainingClient
+) -> None:
+    scripted.script.on("forward_backward", nth=2, do=FailFuture())
+    scripted.script.on("optim_step", nth=3, do=FailFuture())
+    with quiet(training, prices=PRICES) as progress:
+        for _ in range(3):
+            train(training)
+    assert len(progress.history) == 2
+    assert progress.tokens == 24
+    assert progress.cost == pytest.approx(0.024)
+
+
+def test_each_kind_of_tokens_has_its_price(service: tinkex.ServiceClient, training: tinkex.TrainingClient) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    with quiet(training, prices=PRICES) as progress:
+        training.forward_backward(batch(), "cross_entropy")  # 12 × 1,000 per million
+        training.forward(batch(), "cross_entropy")  # 12 × 100
+        sampler.sample(PROMPT, 3, FOUR).result()  # 5 × 100 and 12 × 10,000
+        training.optim_step(tinkex.AdamParams(learning_rate=1e-2)).result()
+    assert progress.cost == pytest.approx(0.012 + 0.0012 + 0.0005 + 0.12)
+    assert progress.history[0].cost == pytest.approx(progress.cost)
+    assert progress.tokens == progress.history[0].tokens == 12 + 12 + 5 + 12
+
+
+@pytest.mark.slow
+def test_a_custom_loss_pays_for_both_of_its_passes(training: tinkex.TrainingClient) -> None:
+    with quiet(training, prices=PRICES) as progress:
+        training.forward_backward_custom(batch(), lambda data, logprobs: (-sum(lp.sum() for lp in logprobs), {}))
+        training.optim_step(tinkex.AdamParams(learning_rate=1e-2))
+    assert progress.cost == pytest.approx(0.0012 + 0.012)
+    assert progress.history[0].loss is not None
+
+
+def test_samplers_of_the_same_service_count_and_a_list_narrows_them_down(
+    scripted: ScriptedService, service: tinkex.ServiceClient, training: tinkex.TrainingClient
+) -> None:
+    first, second = (service.create_sampling_client(base_model=MODEL) for _ in range(2))
+    with tinkex.ServiceClient(base_url=scripted.url, api_key="tml-progress", telemetry=False) as elsewhere:
+        stranger = elsewhere.create_sampling_client(base_model=MODEL)
+        with quiet(training) as everyone, quiet(training, samplers=[second]) as one, quiet(training, samplers=[]) as no:
+            for sampler in (first, second, stranger):
+                sampler.sample(PROMPT, 1, FOUR).result()
+            trained = training.save_weights_and_get_sampling_client()
+            trained.compute_logprobs(PROMPT).result()
+    assert (everyone.tokens, one.tokens, no.tokens) == (9 + 9 + 6, 9, 0)
+
+
+def test_a_streamed_sample_counts_once(service: tinkex.ServiceClient, training: tinkex.TrainingClient) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    with quiet(training) as progress:
+        assert sum(len(chunk.tokens) for chunk in sampler.stream(PROMPT, FOUR)) == 4
+    assert progress.tokens == 9
+
+
+def test_a_model_without_a_price_is_told_and_not_guessed(
+    service: tinkex.ServiceClient, training: tinkex.TrainingClient
+) -> None:
+    teacher = service.create_sampling_client(base_model=TEACHER)
+    file = io.StringIO()
+    with quiet(training, prices=PRICES, file=file) as progress:
+        teacher.sample(PROMPT, 1, FOUR).result()
+        train(training).result()
+    assert progress.cost == pytest.approx(0.012)
+    assert file.getvalue().endswith(" · ≥ $0.012 · 9 tokens of tinkex/teacher without a price\n")
+
+
+def test_the_budget_ends_the_loop_before_the_step_that_would_pass_it(
+    scripted: ScriptedService, training: tinkex.TrainingClient
+) -> None:
+    file = io.StringIO()
+    with quiet(training, 100, prices=PRICES, budget=0.05, file=file) as progress:
+        for _ in progress:
+            train(training)  # and nobody waits: what was sent counts
+    assert progress.stopped_by == "budget"
+    assert progress.step == len(progress.history) == 4  # a fifth would cost 0.06
+    assert progress.cost == pytest.approx(0.048)
+    assert not progress.is_over_budget
+    assert file.getvalue().startswith("4 of 100 steps, stopped by the budget of $0.050 · loss ")
+    assert len(scripted.executed) == 8, "everything that was sent has ended"
+
+
+def test_a_budget_that_is_met_exactly_is_used_up_whole(training: tinkex.TrainingClient) -> None:
+    with quiet(training, 100, prices=PRICES, budget=0.12) as progress:
+        for _ in progress:
+            train(training)
+    assert progress.step == 10
+
+
+def test_steps_of_growing_cost_pass_the_budget_by_less_than_one_step(training: tinkex.TrainingClient) -> None:
+    costs = []
+    with quiet(training, 100, prices=PRICES, budget=0.5) as progress:
+        for step in progress:
+            train(training, batch(size=1 + 3 * step)).result()
+            costs.append(progress.cost or 0.0)
+    assert progress.stopped_by == "budget"
+    assert costs[-1] <= 0.5 + (costs[-1] - costs[-2])
+
+
+def test_without_iterating_a_passed_budget_is_a_warning(training: tinkex.TrainingClient) -> None:
+    file = io.StringIO()
+    with quiet(training, prices=PRICES, budget=0.02, every_s=0.01, file=file) as progress:
+        assert not progress.is_over_budget
+        for _ in range(3):
+            train(training).result()
+        assert progress.is_over_budget
+    said = [line for line in file.getvalue().splitlines() if "budget" in line]
+    assert len(said) == 1
+    assert said[0].startswith("The budget of $0.020 is passed: $0.0")
+
+
+def test_the_estimate_is_what_it_comes_to(training: tinkex.TrainingClient) -> None:
+    with quiet(training, 10, prices=PRICES) as progress:
+        assert progress.expected_cost is None
+        for step in progress:
+            train(training)
+            if step:
+                assert progress.expected_cost == pytest.approx(0.12)
+    assert progress.expected_cost == progress.cost == pytest.approx(0.12)
+
+
+def test_an_unknown_model_a_budget_without_prices_and_nonsense_are_refused(training: tinkex.TrainingClient) -> None:
+    with pytest.raises(tinkex.ConfigError, match=r"has no 'tinkex/tiny'. It has: a/b, c/d\."):
+        tinkex.progress(training, prices=dict.fromkeys(("c/d", "a/b"), PRICES[MODEL]))
+    with pytest.raises(tinkex.ConfigError, match="pass prices="):
+        tinkex.progress(training, 10, budget=2.0)
+    for budget in (0, -1, float("nan")):
+        with pytest.raises(tinkex.ConfigError, match="above 0"):
+            tinkex.progress(training, 10, prices=PRICES, budget=budget)
+    for steps in (-1, 2.5):
+        with pytest.raises(tinkex.ValidationError, match="steps is"):
+            tinkex.progress(training, steps)  # type: ignore[arg-type]
+    progress = quiet(training, 1)
+    with progress:
+        pass
+    with pytest.raises(tinkex.ValidationError, match="used already"), progress:
+        pass
+
+
+def test_a_client_that_does_not_know_its_model_is_asked(training: tinkex.TrainingClient) -> None:
+    training.base_model = None
+    with quiet(training, prices=PRICES) as progress:
+        train(training)
+    assert progress.cost == pytest.approx(0.012)
+
+
+def test_what_the_caller_notes_is_shown_and_drawn(training: tinkex.TrainingClient) -> None:
+    file = io.StringIO()
+    with quiet(training, 3, file=file) as progress:
+        for step in progress:
+            train(training).result()
+            progress.note(reward=0.25 * step)
+    assert [tuple(point) for point in progress.notes["reward"]] == [(1, 0.0), (2, 0.25), (3, 0.5)]
+    assert " · reward 0.00 → 0.500 · " in file.getvalue()
+    assert "reward" in progress.curve("reward")
+    with pytest.raises(tinkex.ValidationError, match="There are: loss, reward"):
+        progress.curve("rewrad")
+
+
+def test_in_an_async_program_the_loop_stays_free(scripted: ScriptedService, training: tinkex.TrainingClient) -> None:
+    scripted.script.on("optim_step", nth=3, do=Work(0.4))
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+    async def main() -> Progress:
+        ticking = asyncio.create_task(tick())
+        async with quiet(training, 3) as progress:
+            for _ in progress:
+                await training.forward_backward_async(batch(), "cross_entropy")
+                await training.optim_step_async(tinkex.AdamParams(learning_rate=1e-2))
+        ticking.cancel()
+        return progress
+
+    progress = asyncio.run(main())
+    assert len(progress.history) == 3
+    assert ticks > 5
+
+
+def test_ctrl_c_while_the_last_work_is_awaited_ends_it_with_a_line(
+    scripted: ScriptedService, training: tinkex.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.script.on("optim_step", do=Pending(times=10_000))
+    file = io.StringIO()
+    progress = quiet(training, 1, file=file)
+
+    def interrupted(seconds: float) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress._tally, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), progress:
+        for _ in progress:
+            sent = train(training)
+    sent.cancel()
+    assert file.getvalue().startswith("stopped in step 1 of 1 by KeyboardInterrupt · ")
+
+
+def test_nobody_listens_and_no_thread_draws_after_the_end(training: tinkex.TrainingClient) -> None:
+    before = dict(tinkex.events._listeners)
+    with quiet(training, 1):
+        assert dict(tinkex.events._listeners) != before
+    assert dict(tinkex.events._listeners) == before
+    for thread in threading.enumerate():
+        if thread.name == "tinkex-progress":
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_a_program_that_ends_in_the_middle_ends_at_once_and_quietly(scripted: ScriptedService) -> None:
+    program = f"""
+import sys, tinkex
+service = tinkex.ServiceClient(base_url={scripted.url!r}, api_key="tml-progress", telemetry=False)
+training = service.create_lora_training_client({MODEL!r})
+kept = iter(tinkex.progress(training, 5, every_s=0.001, live=True))
+next(kept)
+sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "Fatal" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_end_of_the_interpreter_waits_for_no_lock_of_a_screen(training: tinkex.TrainingClient) -> None:
+    """A thread that is caught in the middle keeps its lock for ever; one that a stopped terminal holds up, too."""
+
+    class Stopped(io.StringIO):
+        def write(self, text: str) -> int:
+            writing.set()
+            assert goes_on.wait(30)
+            return len(text)
+
+    writing, goes_on = threading.Event(), threading.Event()
+    steps = iter(tinkex.progress(training, 5, every_s=0.001, live=True, file=Stopped()))
+    next(steps)
+    assert writing.wait(10)
+    (screen,) = [screen for screen in screens._screens.values() if not screen.is_empty]
+    begun = time.monotonic()
+    screen.stop()
+    del steps  # as the interpreter does: the loop left open ends here
+    assert time.monotonic() - begun < screens.EXIT_WAIT_S + 2
+    goes_on.set()
+
+
+def test_a_forked_child_neither_draws_nor_waits_for_its_parents_work(
+    scripted: ScriptedService, training: tinkex.TrainingClient
+) -> None:
+    scripted.script.on("optim_step", nth=1, do=Work(0.5))
+    file = io.StringIO()
+    with quiet(training, 1, file=file) as progress:
+        train(training)
+        child = os.fork()
+        if child == 0:
+            progress.__exit__(None, None, None)
+            os._exit(0 if file.getvalue() == "" else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert file.getvalue().startswith("1 step · ")
+
+
+def test_the_name_is_a_function_that_pickles_and_outlives_imports() -> None:
+    import tinkex.watch.progress
+
+    assert callable(tinkex.progress)
+    assert pickle.loads(pickle.dumps(tinkex.progress)) is tinkex.progress
+    assert "progress" in tinkex.__all__
+
+
+def test_tokens_are_counted_only_while_someone_listens(training: tinkex.TrainingClient) -> None:
+    seen: list[tinkex.events.StepEvent] = []
+    future = training.forward_backward(batch(), "cross_entropy")
+    stop = tinkex.on("step", seen.append)
+    try:
+        future.result()
+        training.forward_backward(batch(), "cross_entropy").result()
+    finally:
+        stop()
+    assert seen[-1].usage == tinkex.events.Usage(train_tokens=12, base_model=MODEL)
+    assert "loss:sum" in seen[-1].metrics
+    assert all(not event.usage.train_tokens for event in seen[:-1])
