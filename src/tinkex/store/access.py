@@ -6,29 +6,29 @@ from sqlalchemy import exists, insert, select, update
 
 from tinkex.errors import ValidationError
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
-from tinkex.store.records import AuditEntry, Key
+from tinkex.store.records import AuditEntry, KeyRecord
 from tinkex.store.rows import answers, audit, keys
 
 
 class Access(Database):
-    def add_key(self, key: Key) -> None:
+    def add_key(self, key: KeyRecord) -> None:
         """ValidationError if the same key is there already, revoked or not."""
         with self._write() as connection:
             if not connection.execute(self._insert_new(keys), values_of(key)).rowcount:
                 raise ValidationError(f"The key {key.hint} is already known. Choose another one.")
 
-    def get_key_by_hash(self, sha256: str) -> Key | None:
+    def get_key_by_hash(self, sha256: str) -> KeyRecord | None:
         """Revoked keys too: `revoked_at` says so."""
         with self._read() as connection:
             row = connection.execute(select(keys).where(keys.c.sha256 == sha256)).first()
-        return None if row is None else as_record(Key, row)
+        return None if row is None else as_record(KeyRecord, row)
 
-    def list_keys(self) -> list[Key]:
+    def list_keys(self) -> list[KeyRecord]:
         """Oldest first, revoked ones too."""
         with self._read() as connection:
-            return as_records(Key, connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id)).all())
+            return as_records(KeyRecord, connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id)).all())
 
-    def revoke_key(self, id_or_hint: str, at: float) -> Key | None:
+    def revoke_key(self, id_or_hint: str, at: float) -> KeyRecord | None:
         """The key as it now is, or None if no live key has this id or hint. A hint that fits two keys is refused."""
         is_live = keys.c.revoked_at.is_(None)
         with self._write() as connection:
@@ -42,7 +42,7 @@ class Access(Database):
             if len(found) > 1:
                 raise ValidationError(f"{len(found)} keys look like {id_or_hint}. Name the one you mean by its id.")
             revoked = update(keys).where(keys.c.id == found[0].id).values(revoked_at=at).returning(keys)
-            return as_record(Key, connection.execute(revoked).one())
+            return as_record(KeyRecord, connection.execute(revoked).one())
 
     def has_keys(self) -> bool:
         """Whether any key lives."""

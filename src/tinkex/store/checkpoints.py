@@ -7,24 +7,24 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 from tinkex.store.rows import checkpoints, runs, samplers
 
 
 class Checkpoints(Database):
-    def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint | None:
+    def add_checkpoint(self, checkpoint: CheckpointRecord) -> CheckpointRecord | None:
         """Add it, in the place of one of the same path if there is one; that one is returned if its files may go."""
         with self._write() as connection:
             return put_checkpoint(connection, checkpoint)
 
-    def get_checkpoint(self, path: str) -> Checkpoint | None:
+    def get_checkpoint(self, path: str) -> CheckpointRecord | None:
         with self._read() as connection:
             row = connection.execute(select(checkpoints).where(checkpoints.c.path == path)).first()
-        return None if row is None else as_record(Checkpoint, row)
+        return None if row is None else as_record(CheckpointRecord, row)
 
     def list_checkpoints(
         self, tenant: str, run_id: str | None, offset: int, limit: int, now: float
-    ) -> tuple[list[Checkpoint], int]:
+    ) -> tuple[list[CheckpointRecord], int]:
         """A page of those that have not expired, newest first, and how many there are."""
         conditions: list[ColumnElement[bool]] = [
             checkpoints.c.tenant == tenant,
@@ -37,9 +37,9 @@ class Checkpoints(Database):
         with self._read() as connection:
             rows = connection.execute(wanted.offset(bounded(offset)).limit(bounded(limit))).all()
             total = connection.scalar(select(func.count()).select_from(checkpoints).where(*conditions))
-        return as_records(Checkpoint, rows), int(total or 0)
+        return as_records(CheckpointRecord, rows), int(total or 0)
 
-    def delete_checkpoint(self, path: str, *, expired_by: float | None = None) -> Checkpoint | None:
+    def delete_checkpoint(self, path: str, *, expired_by: float | None = None) -> CheckpointRecord | None:
         """Forget it; what it was is returned, so that its folder can go.
 
         With `expired_by`, only if it has expired by then: one of its name may have been saved since it was looked up.
@@ -53,12 +53,12 @@ class Checkpoints(Database):
     def set_expiry(self, path: str, expires_at: float | None) -> None:
         self._set_checkpoint(path, expires_at=expires_at)
 
-    def expired_checkpoints(self, now: float) -> list[Checkpoint]:
+    def expired_checkpoints(self, now: float) -> list[CheckpointRecord]:
         with self._read() as connection:
             rows = connection.execute(
                 select(checkpoints).where(checkpoints.c.expires_at <= now).order_by(checkpoints.c.expires_at)
             ).all()
-        return as_records(Checkpoint, rows)
+        return as_records(CheckpointRecord, rows)
 
     def all_folders(self) -> set[str]:
         """Every folder that a checkpoint, a sampler or a snapshot refers to. Any other is rubbish."""
@@ -84,7 +84,7 @@ class Checkpoints(Database):
             connection.execute(update(checkpoints).where(checkpoints.c.path == path).values(**values))
 
 
-def put_checkpoint(connection: Connection, checkpoint: Checkpoint) -> Checkpoint | None:
+def put_checkpoint(connection: Connection, checkpoint: CheckpointRecord) -> CheckpointRecord | None:
     """Put it in the place of the former one. Samplers of that one go on with its files, which are then not returned."""
     former = _take(connection, checkpoint.path)
     connection.execute(insert(checkpoints), values_of(checkpoint))
@@ -95,9 +95,9 @@ def put_checkpoint(connection: Connection, checkpoint: Checkpoint) -> Checkpoint
     return None if kept else former
 
 
-def _take(connection: Connection, path: str, expired_by: float | None = None) -> Checkpoint | None:
+def _take(connection: Connection, path: str, expired_by: float | None = None) -> CheckpointRecord | None:
     gone = delete(checkpoints).where(checkpoints.c.path == path)
     if expired_by is not None:
         gone = gone.where(checkpoints.c.expires_at <= expired_by)
     row = connection.execute(gone.returning(checkpoints)).first()
-    return None if row is None else as_record(Checkpoint, row)
+    return None if row is None else as_record(CheckpointRecord, row)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from tinkex.errors import TinkexError
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 
 _FULL_ERRNOS = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _PG_DISK_FULL = "53100"
@@ -21,11 +21,11 @@ _SQLITE_IOERR_SHMSIZE = 4874
 class Duplicate(TinkexError):
     """The run already has an operation with this number. `existing` is the one that stands."""
 
-    def __init__(self, existing: Operation) -> None:
+    def __init__(self, existing: OperationRecord) -> None:
         super().__init__(f"Operation {existing.seq_id} of run {existing.run_id} was accepted before.")
         self.existing = existing
 
-    def __reduce__(self) -> tuple[type[Duplicate], tuple[Operation]]:
+    def __reduce__(self) -> tuple[type[Duplicate], tuple[OperationRecord]]:
         return Duplicate, (self.existing,)
 
 

@@ -11,7 +11,7 @@ from tinkex.store.checkpoints import put_checkpoint
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
 from tinkex.store.errors import Duplicate, translated
 from tinkex.store.payloads import Kept
-from tinkex.store.records import Checkpoint, Operation, Run, Sampler
+from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord
 from tinkex.store.rows import answers, operations, payloads, runs, samplers
 
 Part = Literal["command", "result"]
@@ -43,7 +43,7 @@ _FAILED = operations.c.state.in_(bindparam("ended", ("failed", "refused"), expan
 
 
 class Journal(Database):
-    def add_run(self, run: Run, creation: Operation, command: bytes) -> None:
+    def add_run(self, run: RunRecord, creation: OperationRecord, command: bytes) -> None:
         """A run and the operation that creates it; both or neither."""
         with self._writing(command) as (connection, kept):
             if not connection.execute(self._insert_new(runs), values_of(run)).rowcount:
@@ -51,18 +51,18 @@ class Journal(Database):
             replaced = self._place(connection, creation, kept)
         self._payloads.remove(replaced)
 
-    def get_run(self, run_id: str) -> Run | None:
+    def get_run(self, run_id: str) -> RunRecord | None:
         with self._read() as connection:
             row = connection.execute(select(runs).where(runs.c.id == run_id)).first()
-        return None if row is None else as_record(Run, row)
+        return None if row is None else as_record(RunRecord, row)
 
-    def list_runs(self, tenant: str, offset: int, limit: int) -> tuple[list[Run], int]:
+    def list_runs(self, tenant: str, offset: int, limit: int) -> tuple[list[RunRecord], int]:
         """A page, newest first, and how many there are."""
         wanted = select(runs).where(runs.c.tenant == tenant).order_by(runs.c.created_at.desc(), runs.c.id.desc())
         with self._read() as connection:
             rows = connection.execute(wanted.offset(bounded(offset)).limit(bounded(limit))).all()
             total = connection.scalar(select(func.count()).select_from(runs).where(runs.c.tenant == tenant))
-        return as_records(Run, rows), int(total or 0)
+        return as_records(RunRecord, rows), int(total or 0)
 
     def runs_of_session(self, session_id: str) -> list[str]:
         """Their ids, oldest first."""
@@ -93,19 +93,19 @@ class Journal(Database):
         self._payloads.remove(gone)
         return former if former != folder else None
 
-    def add_operation(self, operation: Operation, command: bytes | None) -> None:
+    def add_operation(self, operation: OperationRecord, command: bytes | None) -> None:
         """Add a line to the journal. `Duplicate` if the run has this number; one that was refused is replaced."""
         with self._writing(command) as (connection, kept):
             replaced = self._place(connection, operation, kept)
             connection.execute(_MARK_REQUEST, {"run": operation.run_id, "at": operation.created_at})
         self._payloads.remove(replaced)
 
-    def get_operation(self, request_id: str) -> Operation | None:
+    def get_operation(self, request_id: str) -> OperationRecord | None:
         with self._read() as connection:
             row = connection.execute(_GET_OPERATION, {"id": request_id}).first()
-        return None if row is None else as_record(Operation, row)
+        return None if row is None else as_record(OperationRecord, row)
 
-    def operations_of(self, run_id: str, after_seq: int = -1) -> list[Operation]:
+    def operations_of(self, run_id: str, after_seq: int = -1) -> list[OperationRecord]:
         """A run's operations by number, those after `after_seq`."""
         with self._read() as connection:
             rows = connection.execute(
@@ -113,9 +113,9 @@ class Journal(Database):
                 .where(operations.c.run_id == run_id, operations.c.seq_id > after_seq)
                 .order_by(operations.c.seq_id)
             ).all()
-        return as_records(Operation, rows)
+        return as_records(OperationRecord, rows)
 
-    def done_since(self, run_id: str, after_seq: int, limit: int) -> list[Operation]:
+    def done_since(self, run_id: str, after_seq: int, limit: int) -> list[OperationRecord]:
         """A run's finished operations by number, from after `after_seq` on up to the first that is not finished."""
         unfinished = select(func.min(operations.c.seq_id)).where(
             operations.c.run_id == run_id, operations.c.seq_id > after_seq, operations.c.state == "queued"
@@ -126,18 +126,18 @@ class Journal(Database):
             if end is not None:
                 wanted = wanted.where(operations.c.seq_id < end)
             wanted = wanted.where(operations.c.state == "done").order_by(operations.c.seq_id)
-            return as_records(Operation, connection.execute(wanted.limit(bounded(limit))).all())
+            return as_records(OperationRecord, connection.execute(wanted.limit(bounded(limit))).all())
 
-    def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[Operation], int]:
+    def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[OperationRecord], int]:
         """A page of a tenant's operations that failed or were refused, the latest first, and how many there are."""
         theirs = (operations.c.tenant == tenant, _FAILED)
         wanted = select(operations).where(*theirs).order_by(operations.c.finished_at.desc(), operations.c.seq_id.desc())
         with self._read() as connection:
             rows = connection.execute(wanted.offset(bounded(offset)).limit(bounded(limit))).all()
             total = connection.scalar(select(func.count()).select_from(operations).where(*theirs))
-        return as_records(Operation, rows), int(total or 0)
+        return as_records(OperationRecord, rows), int(total or 0)
 
-    def queued(self) -> list[Operation]:
+    def queued(self) -> list[OperationRecord]:
         """Every operation that waits, by run and number."""
         with self._read() as connection:
             rows = connection.execute(
@@ -145,7 +145,7 @@ class Journal(Database):
                 .where(operations.c.state == "queued")
                 .order_by(operations.c.run_id, operations.c.seq_id)
             ).all()
-        return as_records(Operation, rows)
+        return as_records(OperationRecord, rows)
 
     def last_seq(self, run_id: str) -> int:
         """The highest number accepted, in any state; -1 if there is none."""
@@ -170,11 +170,11 @@ class Journal(Database):
         at: float,
         result: bytes,
         result_type: Literal["json", "proto"],
-        checkpoint: Checkpoint | None = None,
-        sampler: Sampler | None = None,
+        checkpoint: CheckpointRecord | None = None,
+        sampler: SamplerRecord | None = None,
         engine_s: float | None = None,
         metrics: dict[str, float] | None = None,
-    ) -> Checkpoint | None:
+    ) -> CheckpointRecord | None:
         """The operation is done, with what came of it; all or nothing. Returns a replaced checkpoint to be removed."""
         with self._writing(result) as (connection, kept):
             assert kept is not None
@@ -211,7 +211,7 @@ class Journal(Database):
                 row = connection.execute(_GET_PAYLOAD, {"id": request_id, "wanted": part}).first()
             return None if row is None else self._payloads.read(Kept(row.content, row.file))
 
-    def _place(self, connection: Connection, operation: Operation, kept: Kept | None) -> list[str | None]:
+    def _place(self, connection: Connection, operation: OperationRecord, kept: Kept | None) -> list[str | None]:
         """Put an operation into its place. Returned are the files of a refused one that had it before."""
         replaced: list[str | None] = []
         while not connection.execute(self._insert_new(operations), values_of(operation)).rowcount:
@@ -241,7 +241,7 @@ class Journal(Database):
             raise KeyError(f"{request_id} is not queued")
 
 
-def _standing(connection: Connection, operation: Operation) -> Operation:
+def _standing(connection: Connection, operation: OperationRecord) -> OperationRecord:
     """The operation that has the number, or else the request id, of this one."""
     by_number = select(operations).where(
         operations.c.run_id == operation.run_id, operations.c.seq_id == operation.seq_id
@@ -249,7 +249,7 @@ def _standing(connection: Connection, operation: Operation) -> Operation:
     row = connection.execute(by_number.with_for_update()).first()
     if row is None:
         row = connection.execute(_GET_OPERATION, {"id": operation.request_id}).one()
-    return as_record(Operation, row)
+    return as_record(OperationRecord, row)
 
 
 def _drop_operation(connection: Connection, request_id: str) -> list[str | None]:

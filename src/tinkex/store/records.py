@@ -10,7 +10,7 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class SessionRecord:
     id: str
     tenant: str
     created_at: float
@@ -26,7 +26,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunRecord:
     """A training run, which is a model, which is an adapter: one id for the three."""
 
     id: str
@@ -48,7 +48,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class OperationRecord:
     """A training operation: a line of the journal. Number 0 of a run is its creation; clients count from 1."""
 
     request_id: str
@@ -73,7 +73,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampler:
+class SamplerRecord:
     """A sampling session: a base model, a saved checkpoint, or (ephemeral) a folder of its own."""
 
     id: str
@@ -88,7 +88,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class CheckpointRecord:
     path: str
     """tinker://{run}/{kind}/{name}"""
     tenant: str
@@ -112,7 +112,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class KeyRecord:
     """An API key: its hash, never itself. `hint` is how it begins and ends, for people."""
 
     id: str

@@ -16,7 +16,7 @@ from tinkex.store import backup as store_backup
 from tinkex.store.backup import back_up
 from tinkex.store.lock import DataLock
 from tinkex.store.payloads import INLINE_BYTES
-from tinkex.store.records import Checkpoint, Operation, Run, Session
+from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Store
 
 from .conftest import Tinkex
@@ -32,11 +32,13 @@ class Data:
         self.folder = folder
         self.now = REAL.wall()
         self.store = Store.open(f"sqlite:///{folder / 'tinkex.db'}", folder)
-        self.store.add_session(Session(id="s", tenant="local", created_at=self.now, seen_at=self.now))
+        self.store.add_session(SessionRecord(id="s", tenant="local", created_at=self.now, seen_at=self.now))
         run: dict[str, Any] = {"train_attn": True, "train_mlp": True, "train_unembed": True, "seed": 0, "rank": 4}
         times = {"created_at": self.now, "last_request_at": self.now}
-        self.run = Run(id="s:train:0", tenant="local", session_id="s", base_model="tinkex/tiny", **run, **times)
-        creation = Operation(request_id="r0", run_id=self.run.id, tenant="local", seq_id=0, kind="create", digest="0")
+        self.run = RunRecord(id="s:train:0", tenant="local", session_id="s", base_model="tinkex/tiny", **run, **times)
+        creation = OperationRecord(
+            request_id="r0", run_id=self.run.id, tenant="local", seq_id=0, kind="create", digest="0"
+        )
         self.store.add_run(self.run, creation, b"create")
 
     def folder_with(self, name: str, content: bytes = b"weights") -> str:
@@ -44,9 +46,9 @@ class Data:
         (self.folder / name / "adapter_model.safetensors").write_bytes(content)
         return name
 
-    def checkpoint(self, name: str, expires_at: float | None = None) -> Checkpoint:
+    def checkpoint(self, name: str, expires_at: float | None = None) -> CheckpointRecord:
         folder = self.folder_with(f"checkpoints/s:train:0/weights/{name}")
-        saved = Checkpoint(
+        saved = CheckpointRecord(
             path=f"tinker://s:train:0/weights/{name}", tenant="local", run_id=self.run.id, kind="weights", name=name,
             folder=folder, base_model="tinkex/tiny", rank=4, train_attn=True, train_mlp=True, train_unembed=True,
             created_at=self.now, size_bytes=7, files={}, expires_at=expires_at,
@@ -55,7 +57,7 @@ class Data:
         return saved
 
     def operation(self, seq_id: int, command: bytes) -> None:
-        row = Operation(
+        row = OperationRecord(
             request_id=f"r{seq_id}", run_id=self.run.id, tenant="local", seq_id=seq_id, kind="optim_step", digest="1"
         )
         self.store.add_operation(row, command)

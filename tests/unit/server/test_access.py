@@ -12,14 +12,14 @@ import tinkex
 from tests.unit.server.conftest import Served
 from tinkex.server.http.access import CACHE_S, is_guarded, key_in, route_path
 from tinkex.store.keys import hash_key, hint, new_key
-from tinkex.store.records import Key
+from tinkex.store.records import KeyRecord
 
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
 
 
 def add_key(served: Served, tenant: str) -> str:
     key = new_key()
-    row = Key(
+    row = KeyRecord(
         id=uuid4().hex, sha256=hash_key(key), tenant=tenant, name=tenant, hint=hint(key), created_at=served.clock.wall()
     )
     served.run(served.service.db(served.store.add_key, row))

@@ -22,13 +22,15 @@ from tinkex.server.routes import insight
 from tinkex.server.service import Service
 from tinkex.server.training.steps import steps_of, thinned
 from tinkex.store.journal import _FAILED
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 from tinkex.store.rows import operations
 from tinkex.store.store import Store
 
 
-def row(seq_id: int, kind: str, metrics: dict[str, float] | None = None, tokens: int = 0, s: float = 0.0) -> Operation:
-    return Operation(
+def row(
+    seq_id: int, kind: str, metrics: dict[str, float] | None = None, tokens: int = 0, s: float = 0.0
+) -> OperationRecord:
+    return OperationRecord(
         request_id=f"op-{seq_id}", run_id="r", tenant="t", seq_id=seq_id, kind=kind, digest="", state="done",
         finished_at=float(seq_id), cost_tokens=tokens, engine_s=s, metrics=metrics,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.server.conftest import Served
 from tinkex.server.upkeep.janitor import DISK, LEAST_FREE_BYTES, RUBBISH_AGE_S, TICK_S, Janitor
-from tinkex.store.records import Operation, Sampler
+from tinkex.store.records import OperationRecord, SamplerRecord
 
 
 def tick(served: Served, free_bytes: int = 10**12) -> None:
@@ -25,12 +25,12 @@ def age(served: Served, folder: Path, seconds: float) -> None:
         os.utime(entry, (at, at))
 
 
-def ephemeral(served: Served, run_id: str, number: int = 0) -> Sampler:
+def ephemeral(served: Served, run_id: str, number: int = 0) -> SamplerRecord:
     folder = f"checkpoints/{run_id}/ephemeral/{number}"
     (served.config.data_dir / folder).mkdir(parents=True)
     (served.config.data_dir / folder / "adapter_config.json").write_text("{}")
     session_id = run_id.partition(":")[0]
-    sampler = Sampler(
+    sampler = SamplerRecord(
         id=f"{session_id}:sample:{number}",
         tenant="local",
         session_id=session_id,
@@ -54,7 +54,7 @@ def test_expired_checkpoints_go_with_their_folders_and_others_stay(served: Serve
 
 def test_results_are_kept_for_a_day(served: Served) -> None:
     served.training_run()
-    operation = Operation(
+    operation = OperationRecord(
         request_id="r", run_id="s:train:0", tenant="local", seq_id=1, kind="optim_step", digest="", created_at=0.0
     )
     served.run(served.service.db(served.store.add_operation, operation, b"command"))
@@ -83,7 +83,7 @@ def test_runs_of_silent_and_finished_sessions_leave_the_engine(served: Served) -
     assert served.worker.evicted == ["done:train:0"]
     served.clock.advance(601)
     served.run(served.service.db(served.store.touch_session, "busy", served.clock.wall()))
-    working = Operation(
+    working = OperationRecord(
         request_id="r",
         run_id="hand:train:0",
         tenant="local",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from tinkex.server.training.run_queue import Lane, Pending
-from tinkex.store.records import Operation, Run
+from tinkex.store.records import OperationRecord, RunRecord
 
-RUN = Run(
+RUN = RunRecord(
     id="s:train:0",
     tenant="t",
     session_id="s",
@@ -78,8 +78,8 @@ def test_a_refused_number_is_not_awaited() -> None:
     assert run_all(lane, 0.0) == [3]
 
 
-def row(seq_id: int, state: str) -> Operation:
-    return Operation(
+def row(seq_id: int, state: str) -> OperationRecord:
+    return OperationRecord(
         request_id=f"op-{seq_id}",
         run_id=RUN.id,
         tenant="t",

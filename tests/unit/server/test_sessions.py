@@ -246,9 +246,9 @@ def test_every_endpoint_of_these_rooms_answers_unknown_ids_with_404(served: Serv
 
 
 def test_a_sampler_is_described(served: Served) -> None:
-    from tinkex.store.records import Sampler
+    from tinkex.store.records import SamplerRecord
 
-    sampler = Sampler(
+    sampler = SamplerRecord(
         id="s:sample:0", tenant="local", session_id="s", base_model="tinkex/tiny", created_at=served.clock.wall()
     )
     served.run(served.service.db(served.store.add_sampler, sampler))

@@ -22,7 +22,7 @@ from tinkex.server.http.errors import Refused
 from tinkex.server.routes import futures, sampling
 from tinkex.server.service import Service
 from tinkex.store.errors import DiskFull
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 
 
 def request(service: Service, body: dict[str, Any], tenant: str = "t") -> Request:
@@ -59,7 +59,7 @@ async def test_who_polls_while_the_service_stops_is_told_to_wait_and_not_that_th
 async def test_a_result_that_expired_is_410_for_its_tenant_and_unknown_to_others(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         lane = await new_lane(service)
-        row = Operation(
+        row = OperationRecord(
             request_id="old", run_id=lane.run.id, tenant="t", seq_id=9, kind="optim_step", digest="", state="done"
         )
         await service.db(service.store.add_operation, row, None)
@@ -104,7 +104,7 @@ async def test_one_that_came_too_late_just_before_a_crash_fails_after_the_restar
     async with running(tmp_path, FakeEngine()) as service:
         lane = await new_lane(service)
         await done(service, await step(service, lane, 2, 2.0))
-        late = Operation(
+        late = OperationRecord(
             request_id="late", run_id=lane.run.id, tenant="t", seq_id=1, kind="optim_step", digest="", created_at=1.0
         )
         command = Frame({"op": "optim_step", "adapter": lane.run.id, "learning_rate": 1.0}).encode()

@@ -21,7 +21,7 @@ from tinkex.server.service import Service
 from tinkex.server.training.run_queue import Lane
 from tinkex.server.training.waiters import Outcome
 from tinkex.settings import ServeConfig
-from tinkex.store.records import Run, Session
+from tinkex.store.records import RunRecord, SessionRecord
 from tinkex.store.store import Store
 
 TINY = ModelInfo(name="tinkex/tiny", folder="", vocab_size=300, max_context_length=128, end_tokens=(257,))
@@ -46,8 +46,8 @@ async def running(
 
 
 async def new_lane(service: Service, name: str = "s", tenant: str = "t") -> Lane:
-    await service.db(service.store.add_session, Session(id=name, tenant=tenant, created_at=0.0, seen_at=0.0))
-    run = Run(
+    await service.db(service.store.add_session, SessionRecord(id=name, tenant=tenant, created_at=0.0, seen_at=0.0))
+    run = RunRecord(
         id=f"{name}:train:0",
         tenant=tenant,
         session_id=name,

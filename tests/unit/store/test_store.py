@@ -10,7 +10,7 @@ import pytest
 from tests.unit.store.conftest import Add, Place, checkpoint, operation, run, sampler, session
 from tinkex.errors import ValidationError
 from tinkex.store import journal
-from tinkex.store.records import AuditEntry, Key
+from tinkex.store.records import AuditEntry, KeyRecord
 from tinkex.store.store import Duplicate, Store
 
 RUN = "s:train:0"
@@ -340,9 +340,9 @@ def test_every_folder_in_use_is_known(started: Store) -> None:
     assert started.all_folders() == {"checkpoints/a", "samplers/1", "snapshots/1"}
 
 
-def key(id: str, **values: object) -> Key:
+def key(id: str, **values: object) -> KeyRecord:
     given = {"sha256": f"hash-{id}", "tenant": "ann", "name": "laptop", "hint": "tml-abcd…wxyz", "created_at": 1.0}
-    return Key(id=id, **{**given, **values})  # type: ignore[arg-type]
+    return KeyRecord(id=id, **{**given, **values})  # type: ignore[arg-type]
 
 
 def test_a_key_is_found_by_its_hash_and_revoked_by_id_or_hint(store: Store) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import argparse
 
     from tinkex.cli.main import Words
-    from tinkex.store.records import Key
+    from tinkex.store.records import KeyRecord
 
 COLUMNS = (
     Column("ID"),
@@ -62,11 +62,11 @@ def create(args: argparse.Namespace) -> int:
     with new_store(config_of(args)) as store:
         # Only now is the database library sure to be there.
         from tinkex.store.keys import hash_key, hint, new_key
-        from tinkex.store.records import Key
+        from tinkex.store.records import KeyRecord
 
         is_first = not store.list_keys()
         secret = new_key()
-        made = Key(
+        made = KeyRecord(
             id=f"k-{secrets.token_hex(4)}",
             sha256=hash_key(secret),
             tenant=args.tenant or args.name,
@@ -123,7 +123,7 @@ def revoke(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(key: Key) -> dict[str, object]:
+def _shown(key: KeyRecord) -> dict[str, object]:
     """What may be told of a key."""
     return {
         "id": key.id,

@@ -18,7 +18,7 @@ from tinkex.server.http.errors import Refused, as_response, bad
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig, is_loopback_host
 from tinkex.store.keys import hash_key
-from tinkex.store.records import Key
+from tinkex.store.records import KeyRecord
 from tinkex.store.store import Store
 
 LOCAL = "local"
@@ -35,7 +35,7 @@ _OPEN = ("/api/v1/healthz", "/api/v1/files/")
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    key: Key | None
+    key: KeyRecord | None
     until: float
 
 
@@ -82,11 +82,11 @@ class Access:
             self._asked_at = now
         return self._has_keys
 
-    async def stored_key(self, key: str | None) -> Key | None:
+    async def stored_key(self, key: str | None) -> KeyRecord | None:
         """The row of a key that is in the store and in force."""
         return await self._stored(hash_key(key)) if key and len(key) <= _MOST_KEY_CHARACTERS else None
 
-    async def revoke(self, key: str | None) -> Key:
+    async def revoke(self, key: str | None) -> KeyRecord:
         """Revoke the very key that a request carries; from the next request on it is refused."""
         found = await self.stored_key(key)
         if found is None:
@@ -106,7 +106,7 @@ class Access:
                 tenant = name
         return tenant
 
-    async def _stored(self, digest: str) -> Key | None:
+    async def _stored(self, digest: str) -> KeyRecord | None:
         now = self._clock.now()
         looked = self._looked.get(digest)
         if looked is None or looked.until <= now:

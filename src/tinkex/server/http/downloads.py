@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 
 ARCHIVE = "archive.tar"
 _BLOCK = 1 << 20
@@ -43,13 +43,13 @@ class Download:
         return sum(piece.size for piece in self.pieces)
 
 
-def file_of(checkpoint: Checkpoint, folder: Path, name: str) -> Download:
+def file_of(checkpoint: CheckpointRecord, folder: Path, name: str) -> Download:
     """One file. Its checksum was taken when it was written. Raises FileNotFoundError if it is not as it was."""
     about = checkpoint.files[name]
     return Download((_piece(folder / name, about),), str(about["sha256"]))
 
 
-def archive_of(checkpoint: Checkpoint, folder: Path) -> Download:
+def archive_of(checkpoint: CheckpointRecord, folder: Path) -> Download:
     """All files as a tar. Its first checksum costs a pass over the files: not for the loop's thread."""
     pieces: list[Piece] = []
     for name, about in sorted(checkpoint.files.items()):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from tinkex.server.http.errors import bad, not_found
-from tinkex.store.records import Checkpoint, Run, Sampler, Session
+from tinkex.store.records import CheckpointRecord, RunRecord, SamplerRecord, SessionRecord
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -18,28 +18,28 @@ MOST_METADATA_BYTES = 64 * 1024
 """Metadata is read with every list."""
 
 
-async def own_session(service: Service, tenant: str, session_id: str) -> Session:
+async def own_session(service: Service, tenant: str, session_id: str) -> SessionRecord:
     found = await service.db(service.store.get_session, session_id)
     if found is None or found.tenant != tenant:
         raise not_found("session", session_id)
     return found
 
 
-async def own_run(service: Service, tenant: str, run_id: str, what: str = "training run") -> Run:
+async def own_run(service: Service, tenant: str, run_id: str, what: str = "training run") -> RunRecord:
     found = await service.db(service.store.get_run, run_id)
     if found is None or found.tenant != tenant:
         raise not_found(what, run_id)
     return found
 
 
-async def own_sampler(service: Service, tenant: str, sampler_id: str) -> Sampler:
+async def own_sampler(service: Service, tenant: str, sampler_id: str) -> SamplerRecord:
     found = await service.db(service.store.get_sampler, sampler_id)
     if found is None or found.tenant != tenant:
         raise not_found("sampling session", sampler_id)
     return found
 
 
-async def own_checkpoint(service: Service, tenant: str, path: str) -> Checkpoint:
+async def own_checkpoint(service: Service, tenant: str, path: str) -> CheckpointRecord:
     """A checkpoint that this tenant may change."""
     found = await live_checkpoint(service, path)
     if found is None or found.tenant != tenant:
@@ -47,7 +47,7 @@ async def own_checkpoint(service: Service, tenant: str, path: str) -> Checkpoint
     return found
 
 
-async def readable_checkpoint(service: Service, tenant: str, path: str) -> Checkpoint:
+async def readable_checkpoint(service: Service, tenant: str, path: str) -> CheckpointRecord:
     """A checkpoint that this tenant may read: its own, or anybody's published one."""
     found = await live_checkpoint(service, path)
     if found is None or not (found.tenant == tenant or found.is_public):
@@ -55,7 +55,7 @@ async def readable_checkpoint(service: Service, tenant: str, path: str) -> Check
     return found
 
 
-async def live_checkpoint(service: Service, path: str) -> Checkpoint | None:
+async def live_checkpoint(service: Service, path: str) -> CheckpointRecord | None:
     """Whoever's it is. One that has expired is gone at once, whether or not it was tidied away."""
     found = await service.db(service.store.get_checkpoint, path)
     if found is None or (found.expires_at is not None and found.expires_at <= service.clock.wall()):

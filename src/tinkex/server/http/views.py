@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from tinkex.engine.contract import ModelInfo
-from tinkex.store.records import AuditEntry, Checkpoint, Key, Run, Sampler, Session
+from tinkex.store.records import AuditEntry, CheckpointRecord, KeyRecord, RunRecord, SamplerRecord, SessionRecord
 
 ORGANISATION = "tml:organization:tinkex"
 NO_PROJECT = "default"
@@ -51,7 +51,7 @@ def supported_model(model: ModelInfo, name: str) -> dict[str, Any]:
     }
 
 
-def checkpoint(record: Checkpoint) -> dict[str, Any]:
+def checkpoint(record: CheckpointRecord) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{record.kind}/{record.name}",
         "checkpoint_type": CHECKPOINT_TYPES[record.kind],
@@ -64,7 +64,7 @@ def checkpoint(record: Checkpoint) -> dict[str, Any]:
     }
 
 
-def weights_info(record: Checkpoint) -> dict[str, Any]:
+def weights_info(record: CheckpointRecord) -> dict[str, Any]:
     return {
         "base_model": record.base_model,
         "is_lora": True,
@@ -76,7 +76,7 @@ def weights_info(record: Checkpoint) -> dict[str, Any]:
     }
 
 
-def training_run(run: Run, checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:
+def training_run(run: RunRecord, checkpoints: Iterable[CheckpointRecord]) -> dict[str, Any]:
     """A run with the newest of its live checkpoints."""
     newest = {saved.kind: saved for saved in sorted(checkpoints, key=lambda saved: saved.created_at)}
     last, last_sampler = newest.get("weights"), newest.get("sampler_weights")
@@ -94,7 +94,7 @@ def training_run(run: Run, checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:
     }
 
 
-def run_info(run: Run, model: ModelInfo | None) -> dict[str, Any]:
+def run_info(run: RunRecord, model: ModelInfo | None) -> dict[str, Any]:
     """`model` is None if the base model of an old run is no longer served."""
     name = run.base_model if model is None else model.name
     about = {"arch": None if model is None else model.arch or None, "model_name": run.base_model, "tokenizer_id": name}
@@ -109,18 +109,18 @@ def run_info(run: Run, model: ModelInfo | None) -> dict[str, Any]:
     }
 
 
-def sampler(record: Sampler) -> dict[str, Any]:
+def sampler(record: SamplerRecord) -> dict[str, Any]:
     return {"sampler_id": record.id, "base_model": record.base_model, "model_path": record.model_path}
 
 
-def session_status(session: Session, alive_since: float) -> dict[str, Any] | None:
+def session_status(session: SessionRecord, alive_since: float) -> dict[str, Any] | None:
     """None if it neither ended nor is known to be alive."""
     if session.finished is not None:
         return {"type": "client_finished", "reason": {"type": "success"}, "detail": None, **session.finished}
     return {"type": "active"} if session.seen_at >= alive_since else None
 
 
-def session_summary(session: Session, alive_since: float, checkpoints: int, size_bytes: int) -> dict[str, Any]:
+def session_summary(session: SessionRecord, alive_since: float, checkpoints: int, size_bytes: int) -> dict[str, Any]:
     return {
         "session_id": session.id,
         "created_at": time_text(session.created_at),
@@ -146,7 +146,7 @@ def audit_entry(entry: AuditEntry) -> dict[str, Any]:
     }
 
 
-def identity(tenant: str, key: Key | None) -> dict[str, Any]:
+def identity(tenant: str, key: KeyRecord | None) -> dict[str, Any]:
     """Whose key it is: for our client, and (from `key_id` on) in the form that the official CLI's login expects."""
     return {
         "user_urn": owner(tenant),

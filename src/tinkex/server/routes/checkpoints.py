@@ -17,7 +17,7 @@ from tinkex.server.routes.account import note
 from tinkex.server.routes.copies import copy_weights
 from tinkex.server.routes.runs import checkpoints_of
 from tinkex.server.upkeep import folders
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 
 __all__ = [
     "copy_weights",
@@ -51,7 +51,7 @@ async def list_user_checkpoints(request: Request) -> Response:
     return answer({"checkpoints": _shown(request, saved), "cursor": cursor})
 
 
-def _shown(request: Request, saved: list[Checkpoint]) -> list[dict[str, Any]]:
+def _shown(request: Request, saved: list[CheckpointRecord]) -> list[dict[str, Any]]:
     """Official clients before 0.28 know no exports: one in a list makes them refuse the whole list."""
     version = re.match(r"(\d{1,6})\.(\d{1,6})", request.headers.get("x-stainless-package-version", ""))
     is_old = version is not None and (int(version[1]), int(version[2])) < (0, 28)
@@ -101,7 +101,7 @@ async def weights_info(request: Request) -> Response:
     return answer(views.weights_info(await readable_checkpoint(service, tenant_of(request), path)))
 
 
-async def _named(request: Request) -> Checkpoint:
+async def _named(request: Request) -> CheckpointRecord:
     """The checkpoint of the URL, if the caller may change it."""
     path = f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
     return await own_checkpoint(service_of(request), tenant_of(request), path)

@@ -23,14 +23,14 @@ from tinkex.server.routes.account import note
 from tinkex.server.routes.sessions import idempotency_key
 from tinkex.server.service import Service
 from tinkex.server.upkeep import folders
-from tinkex.store.records import Checkpoint, Operation, Run, Session
+from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Duplicate
 
 
 class Place(NamedTuple):
     """Where a checkpoint from elsewhere goes."""
 
-    session: Session
+    session: SessionRecord
     is_new: bool
     number: int
 
@@ -76,7 +76,7 @@ async def copy_weights(request: Request) -> Response:
     return Response(kept, media_type="application/json")
 
 
-async def keep(service: Service, place: Place, saved: Checkpoint, kind: str, key: str) -> bytes:
+async def keep(service: Service, place: Place, saved: CheckpointRecord, kind: str, key: str) -> bytes:
     """Make the rows, the checkpoint's last; returns the answer. Its folder goes if that cannot be."""
     try:
         return await service.db(_add_rows, service, place, saved, kind, key)
@@ -85,14 +85,14 @@ async def keep(service: Service, place: Place, saved: Checkpoint, kind: str, key
         raise _taken(place) from None
 
 
-def _add_rows(service: Service, place: Place, saved: Checkpoint, kind: str, key: str) -> bytes:
+def _add_rows(service: Service, place: Place, saved: CheckpointRecord, kind: str, key: str) -> bytes:
     store, now = service.store, saved.created_at
     if key and (known := store.recall(saved.tenant, key)) is not None:  # another attempt was faster
         folders.remove(service.config.data_dir, saved.folder)
         return known
     if place.is_new:
         store.add_session(place.session)
-    run = Run(
+    run = RunRecord(
         id=place.run_id,
         tenant=saved.tenant,
         session_id=place.session.id,
@@ -107,7 +107,7 @@ def _add_rows(service: Service, place: Place, saved: Checkpoint, kind: str, key:
         user_metadata=saved.user_metadata,
         is_unloaded=True,
     )
-    creation = Operation(
+    creation = OperationRecord(
         request_id=f"{kind}-{uuid4().hex}",
         run_id=run.id,
         tenant=run.tenant,
@@ -140,7 +140,7 @@ def new_place(service: Service, tenant: str, display_name: str, project_id: obje
         raise bad("destination_project_id must be text.", "invalid")
     now = service.clock.wall()
     finished = {"reason": {"type": "success"}, "detail": display_name}
-    session = Session(
+    session = SessionRecord(
         id=str(uuid4()),
         tenant=tenant,
         created_at=now,
@@ -156,7 +156,7 @@ def _taken(place: Place) -> Exception:
     return bad(f"{place.run_id} is taken by something else. Use another model_seq_id.", "run_exists")
 
 
-def _copy_files(data_dir: Path, source: Checkpoint, folder: str) -> None:
+def _copy_files(data_dir: Path, source: CheckpointRecord, folder: str) -> None:
     """Complete or not there: made under another name and renamed."""
     origin, target = folders.inside(data_dir, source.folder), folders.inside(data_dir, folder)
     part = target.with_name(f"{target.name}.part-{uuid4().hex[:8]}")

@@ -20,7 +20,7 @@ from tinkex.server.http.requests import service_of, tenant_of
 from tinkex.server.routes.account import note
 from tinkex.server.routes.imports import import_weights
 from tinkex.server.upkeep import folders
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 
 TOKENIZER_FILES = frozenset(
     {
@@ -115,7 +115,7 @@ ROUTES = [
 ]
 
 
-async def _named(request: Request) -> Checkpoint:
+async def _named(request: Request) -> CheckpointRecord:
     """The checkpoint of the URL, if the caller may read it."""
     path = f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
     return await readable_checkpoint(service_of(request), tenant_of(request), path)
@@ -125,12 +125,12 @@ def _expiry(request: Request) -> int:
     return int(service_of(request).clock.wall()) + links.LIFE_S
 
 
-def _link(request: Request, saved: Checkpoint, name: str, expires_at: int) -> str:
+def _link(request: Request, saved: CheckpointRecord, name: str, expires_at: int) -> str:
     config = service_of(request).config
     base = (config.public_url or str(request.base_url)).rstrip("/")
     return f"{base}/api/v1/files/{links.sign(config.data_dir, saved.path, expires_at)}/{quote(name, safe='')}"
 
 
-def _open(data_dir: Path, saved: Checkpoint, name: str) -> Download:
+def _open(data_dir: Path, saved: CheckpointRecord, name: str) -> Download:
     folder = folders.inside(data_dir, saved.folder)
     return archive_of(saved, folder) if name == ARCHIVE else file_of(saved, folder, name)

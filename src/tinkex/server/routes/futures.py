@@ -14,7 +14,7 @@ from tinkex.server.sampling.sample_queue import PREFIX, Sample
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
 from tinkex.server.training.waiters import Outcome
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 from tinkex.types.base import Value
 from tinkex.wire import json_codec, proto_codec
 from tinkex.wire.body import PROTOBUF
@@ -56,7 +56,7 @@ async def retrieve_future(request: Request) -> Response:
     return await _training_result(outcome, wants_protobuf, may_be_metadata)
 
 
-async def _stored(service: Service, row: Operation) -> Outcome:
+async def _stored(service: Service, row: OperationRecord) -> Outcome:
     """How an operation ended, from the journal."""
     if row.state == "failed":
         return Outcome(row.tenant, error=row.error or "The operation failed.", category=row.category or "server")

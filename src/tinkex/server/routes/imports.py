@@ -21,7 +21,7 @@ from tinkex.server.service import Service
 from tinkex.server.training.checks import check_name
 from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.adapter_files import Adapter, received, unpack
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 
 
 async def import_weights(request: Request) -> Response:
@@ -40,7 +40,7 @@ async def import_weights(request: Request) -> Response:
         folder = folders.new_folder(data_dir, place.run_id, "weights", name)
         await asyncio.to_thread(staged.replace, folders.inside(data_dir, folder))
     now = service.clock.wall()
-    saved = Checkpoint(
+    saved = CheckpointRecord(
         path=f"tinker://{place.run_id}/weights/{name}",
         tenant=tenant,
         run_id=place.run_id,

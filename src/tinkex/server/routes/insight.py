@@ -14,7 +14,7 @@ from tinkex.server.service import Service
 from tinkex.server.training.intake import MAX_SEQ
 from tinkex.server.training.run_queue import Pending
 from tinkex.server.training.steps import steps_of, thinned
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 
 MOST_OPERATIONS = 5000
 MOST_QUEUED = 100
@@ -90,7 +90,7 @@ def _queued(service: Service, pending: Pending) -> dict[str, object]:
     }
 
 
-def _failed(row: Operation) -> dict[str, object]:
+def _failed(row: OperationRecord) -> dict[str, object]:
     return {
         "request_id": row.request_id,
         "run_id": row.run_id,

@@ -14,7 +14,7 @@ from tinkex.server.http.errors import Refused, answer
 from tinkex.server.http.lookup import own_run, own_sampler, text_in
 from tinkex.server.http.requests import body_of, page_of, service_of, tenant_of
 from tinkex.server.service import Service
-from tinkex.store.records import Checkpoint, Run
+from tinkex.store.records import CheckpointRecord, RunRecord
 from tinkex.store.store import Store
 
 T = TypeVar("T")
@@ -70,16 +70,16 @@ def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
             return
 
 
-def checkpoints_of(store: Store, tenant: str, run_id: str | None, now: float) -> Iterator[Checkpoint]:
+def checkpoints_of(store: Store, tenant: str, run_id: str | None, now: float) -> Iterator[CheckpointRecord]:
     """All live ones of a run, or of a tenant, the newest first."""
     return pages(lambda offset, limit: store.list_checkpoints(tenant, run_id, offset, limit, now))
 
 
-def runs_in_project(store: Store, tenant: str, project_id: str) -> list[Run]:
+def runs_in_project(store: Store, tenant: str, project_id: str) -> list[RunRecord]:
     """Runs whose session was put into a project. Sessions that were not are in none."""
     projects: dict[str, str | None] = {}
 
-    def project(run: Run) -> str | None:
+    def project(run: RunRecord) -> str | None:
         if run.session_id not in projects:
             session = store.get_session(run.session_id)
             projects[run.session_id] = None if session is None else session.project_id
@@ -90,12 +90,12 @@ def runs_in_project(store: Store, tenant: str, project_id: str) -> list[Run]:
     ]
 
 
-def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: float) -> list[Checkpoint]:
+def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: float) -> list[CheckpointRecord]:
     inside = {run.id for run in runs_in_project(store, tenant, project_id)}
     return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in inside]
 
 
-def _shown(store: Store, run: Run, now: float) -> dict[str, object]:
+def _shown(store: Store, run: RunRecord, now: float) -> dict[str, object]:
     return views.training_run(run, checkpoints_of(store, run.tenant, run.id, now))
 
 

@@ -28,7 +28,7 @@ from tinkex.server.http.requests import (
 from tinkex.server.sampling.sample_queue import Target
 from tinkex.server.sampling.sample_spec import response_of, spec_of
 from tinkex.server.service import Service
-from tinkex.store.records import Sampler
+from tinkex.store.records import SamplerRecord
 from tinkex.types.sampling import SampleRequest
 from tinkex.wire import json_codec, sse
 from tinkex.wire.dialect import Dialect
@@ -46,7 +46,7 @@ async def create_sampling_session(request: Request) -> Response:
         raise bad(f"sampling_session_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
     path = body.get("model_path")
     target = await service.sampling.open(tenant, base_model=body.get("base_model"), model_path=path)
-    sampler = Sampler(
+    sampler = SamplerRecord(
         id=f"{session.id}:sample:{number}",
         tenant=tenant,
         session_id=session.id,

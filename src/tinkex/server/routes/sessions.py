@@ -22,7 +22,7 @@ from tinkex.server.http.errors import Refused, answer
 from tinkex.server.http.lookup import metadata_in, own_session, text_in
 from tinkex.server.http.requests import body_of, page_of, read_as, service_of, tenant_of
 from tinkex.server.routes.runs import checkpoints_of
-from tinkex.store.records import Session
+from tinkex.store.records import SessionRecord
 from tinkex.store.store import Store
 from tinkex.types.session import (
     ActiveSessionStatusQuery,
@@ -49,7 +49,7 @@ async def create_session(request: Request) -> Response:
     # Only what the SDKs call required can be missing from a request made by hand.
     given = read_as(CreateSessionRequest, {"tags": [], "sdk_version": "", **body, "user_metadata": metadata})
     now = service.clock.wall()
-    session = Session(
+    session = SessionRecord(
         id=str(uuid4()),
         tenant=tenant,
         created_at=now,
@@ -168,14 +168,14 @@ async def search_sessions(request: Request) -> Response:
     return answer({"sessions": summaries, "next_cursor": cursor})
 
 
-def _search(store: Store, tenant: str, wanted: SessionSearchRequest, alive_since: float) -> list[Session]:
+def _search(store: Store, tenant: str, wanted: SessionSearchRequest, alive_since: float) -> list[SessionRecord]:
     """The newest first, one more than asked for if there are more."""
     if isinstance(wanted.owner, UserSearchOwner) and views.owner(tenant) not in wanted.owner.owner_urns:
         return []
     before = None
     if (cursor := wanted.cursor) is not None:
         before = (cursor.last_created_at.timestamp(), cursor.last_session_id)
-    found: list[Session] = []
+    found: list[SessionRecord] = []
     while len(found) <= wanted.limit:
         page = store.search_sessions(
             tenant,
@@ -192,13 +192,13 @@ def _search(store: Store, tenant: str, wanted: SessionSearchRequest, alive_since
     return found[: wanted.limit + 1]
 
 
-def _fits(session: Session, wanted: SessionSearchRequest, alive_since: float) -> bool:
+def _fits(session: SessionRecord, wanted: SessionSearchRequest, alive_since: float) -> bool:
     if wanted.project_ids is not None and (session.project_id or views.NO_PROJECT) not in wanted.project_ids:
         return False
     return wanted.statuses is None or any(_has_status(session, query, alive_since) for query in wanted.statuses)
 
 
-def _has_status(session: Session, query: object, alive_since: float) -> bool:
+def _has_status(session: SessionRecord, query: object, alive_since: float) -> bool:
     status = views.session_status(session, alive_since) or {}
     if isinstance(query, ActiveSessionStatusQuery):
         return status.get("type") == "active"
@@ -207,7 +207,7 @@ def _has_status(session: Session, query: object, alive_since: float) -> bool:
     return False  # nobody cancels sessions here, and they do not fail as a whole
 
 
-def _holds(store: Store, session: Session, now: float) -> tuple[int, int]:
+def _holds(store: Store, session: SessionRecord, now: float) -> tuple[int, int]:
     """How many live checkpoints a session has, and their size."""
     sizes = [
         saved.size_bytes

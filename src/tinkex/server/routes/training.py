@@ -28,7 +28,7 @@ from tinkex.server.http.requests import (
 from tinkex.server.service import Service
 from tinkex.server.training.checks import check_data, check_name
 from tinkex.server.training.run_queue import Lane
-from tinkex.store.records import Run
+from tinkex.store.records import RunRecord
 from tinkex.types.training import ForwardBackwardRequest, ForwardRequest, LoraConfig
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 from tinkex.wire import proto_codec
@@ -63,12 +63,12 @@ async def create_model(request: Request) -> Response:
 
 async def _new_run(
     service: Service, tenant: str, body: dict[str, Any], base: str, rank: int, seed: int | None, flags: Any
-) -> Run:
+) -> RunRecord:
     session, number = await own_session(service, tenant, text_in(body, "session_id")), body.get("model_seq_id")
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
         raise bad(f"model_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
     now = service.clock.wall()
-    return Run(
+    return RunRecord(
         id=f"{session.id}:train:{number}",
         tenant=tenant,
         session_id=session.id,
@@ -85,7 +85,7 @@ async def _new_run(
     )
 
 
-async def _created(service: Service, run: Run, kind: str, options: dict[str, Any]) -> Response:
+async def _created(service: Service, run: RunRecord, kind: str, options: dict[str, Any]) -> Response:
     request_id = await service.intake.create(run, kind, options)
     return answer({"request_id": request_id, "model_id": run.id})
 

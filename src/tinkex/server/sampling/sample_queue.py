@@ -25,7 +25,7 @@ from tinkex.server.training.scheduler import Shares
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
-from tinkex.store.records import Sampler
+from tinkex.store.records import SamplerRecord
 from tinkex.store.store import Store
 from tinkex.types.tensor import TensorData
 
@@ -157,7 +157,7 @@ class Sampling:
         self._keys: dict[str, object] = {}
         self._kept_bytes = 0
         self._completions: OrderedDict[str, Completions] = OrderedDict()
-        self._checked: dict[str, tuple[float, Sampler, Target]] = {}
+        self._checked: dict[str, tuple[float, SamplerRecord, Target]] = {}
 
     # ── What to sample from
 
@@ -183,7 +183,7 @@ class Sampling:
             raise bad(f"{model_path[:200]} was not saved for sampling.", "bad_path")
         return Target(self._catalog.find(found.base_model), str(self._data_dir / found.folder), model_path)
 
-    async def sampler(self, tenant: str, sampler_id: object) -> tuple[Sampler, Target]:
+    async def sampler(self, tenant: str, sampler_id: object) -> tuple[SamplerRecord, Target]:
         """A sampling session of this tenant, and what it samples from."""
         if not isinstance(sampler_id, str):
             raise not_found("sampling session", sampler_id)

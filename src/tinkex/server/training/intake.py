@@ -21,7 +21,7 @@ from tinkex.server.training.worker import Worker
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
 from tinkex.store.errors import Duplicate
-from tinkex.store.records import Operation, Run
+from tinkex.store.records import OperationRecord, RunRecord
 from tinkex.store.store import Store
 
 KEPT_COMMAND_BYTES = 1 << 20
@@ -43,9 +43,9 @@ class Intake:
             raise not_found("model", run_id)
         return lane
 
-    async def create(self, run: Run, kind: str, options: dict[str, Any]) -> str:
+    async def create(self, run: RunRecord, kind: str, options: dict[str, Any]) -> str:
         """A new run; asked for again, the same one."""
-        creation = Operation(
+        creation = OperationRecord(
             request_id=new_id(),
             run_id=run.id,
             tenant=run.tenant,
@@ -112,7 +112,7 @@ class Intake:
     async def _accept(
         self, lane: Lane, number: int, kind: str, command: bytes, digest: str, options: dict[str, Any], cost: int
     ) -> str:
-        row = Operation(
+        row = OperationRecord(
             request_id=new_id(),
             run_id=lane.run.id,
             tenant=lane.run.tenant,
@@ -155,7 +155,7 @@ class Intake:
         if seq_id in lane.taken or lane.is_late(seq_id) or (lane.run.id, seq_id) in self._arriving:
             return
         now = self._clock.wall()
-        row = Operation(
+        row = OperationRecord(
             request_id=new_id(),
             run_id=lane.run.id,
             tenant=lane.run.tenant,
@@ -213,7 +213,7 @@ def digest_of(kind: str, command: bytes, options: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
-def _asked(run: Run) -> dict[str, Any]:
+def _asked(run: RunRecord) -> dict[str, Any]:
     """What makes a run another run. Not the seed: it is chosen here if the client names none."""
     names = ("base_model", "rank", "train_attn", "train_mlp", "train_unembed")
     return {name: getattr(run, name) for name in names}
@@ -223,7 +223,7 @@ def new_id() -> str:
     return f"op-{uuid4().hex}"
 
 
-def _taken(row: Operation) -> Taken:
+def _taken(row: OperationRecord) -> Taken:
     return Taken(row.request_id, row.digest)
 
 

@@ -18,7 +18,7 @@ from tinkex.server.training.residency import Residency
 from tinkex.server.training.run_queue import Lane, Pending
 from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.store.records import Checkpoint, Sampler
+from tinkex.store.records import CheckpointRecord, SamplerRecord
 from tinkex.store.store import Store
 from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import proto_codec
@@ -38,8 +38,8 @@ class Done:
 
     content: bytes
     content_type: Literal["json", "proto"] = "json"
-    checkpoint: Checkpoint | None = None
-    sampler: Sampler | None = None
+    checkpoint: CheckpointRecord | None = None
+    sampler: SamplerRecord | None = None
     engine_s: float = 0.0
     """How long the engine had it."""
     own_s: float | None = None
@@ -113,7 +113,7 @@ class Perform:
             if await self._db(self._store.get_sampler, sampler_id) is not None:
                 # A client that goes on with a run of an earlier session counts its samplers from 0 again.
                 sampler_id = f"{sampler_id}:{pending.seq_id}"
-            sampler = Sampler(
+            sampler = SamplerRecord(
                 id=sampler_id,
                 tenant=run.tenant,
                 session_id=run.session_id,
@@ -125,7 +125,7 @@ class Perform:
             done = _json({"type": pending.kind, "sampling_session_id": sampler_id})
             return Done(content=done.content, sampler=sampler)
         ttl_s = options.get("ttl_seconds")
-        checkpoint = Checkpoint(
+        checkpoint = CheckpointRecord(
             path=path,
             tenant=run.tenant,
             run_id=run.id,
@@ -178,7 +178,7 @@ class Perform:
             raise
         return _json({"type": "load_weights", "path": path, "model_id": run.id})
 
-    def remove(self, checkpoint: Checkpoint) -> None:
+    def remove(self, checkpoint: CheckpointRecord) -> None:
         """The files of a checkpoint that no row names any more."""
         folders.remove(self._data_dir, checkpoint.folder)
 

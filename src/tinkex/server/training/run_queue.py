@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tinkex.store.records import Operation, Run
+from tinkex.store.records import OperationRecord, RunRecord
 
 MOST_TAKEN = 10_000
 """Numbers of a run that are remembered here; the journal knows older ones."""
@@ -43,7 +43,7 @@ class Taken(NamedTuple):
 class Lane:
     """One run's queue."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunRecord) -> None:
         self.run = run
         self.ran = -1
         """Every number up to this one was run, refused or given up."""
@@ -56,7 +56,7 @@ class Lane:
         """Whether the adapter differs from its last snapshot."""
 
     @classmethod
-    def restored(cls, run: Run, operations: list[Operation], now: float) -> Lane:
+    def restored(cls, run: RunRecord, operations: list[OperationRecord], now: float) -> Lane:
         """From the journal, after a restart."""
         lane = cls(run)
         # A refused number has not run: those before it may still come.
@@ -129,7 +129,7 @@ class Lane:
         return max((self.ran, *self.taken)) + 1
 
 
-def pending_of(row: Operation, now: float) -> Pending:
+def pending_of(row: OperationRecord, now: float) -> Pending:
     return Pending(
         request_id=row.request_id,
         run_id=row.run_id,

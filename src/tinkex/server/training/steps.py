@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from tinkex.server.http import views
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 
 TOLD = frozenset({"forward", "forward_backward", "optim_step"})
 
 
-def steps_of(operations: Iterable[Operation], *, is_cut: bool = False) -> tuple[list[dict[str, Any]], int]:
+def steps_of(operations: Iterable[OperationRecord], *, is_cut: bool = False) -> tuple[list[dict[str, Any]], int]:
     """Complete steps, and how many forward_backward calls follow the last of them.
 
     What follows the last optim_step is kept for the next time, unless the list was cut there.
     """
     steps: list[dict[str, Any]] = []
-    parts: list[Operation] = []
+    parts: list[OperationRecord] = []
     for row in operations:
         if row.kind in TOLD:
             parts.append(row)
@@ -37,7 +37,7 @@ def thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     return steps if every <= 1 else steps[::-1][::every][::-1]
 
 
-def _step(parts: list[Operation]) -> dict[str, Any]:
+def _step(parts: list[OperationRecord]) -> dict[str, Any]:
     last = parts[-1]
     metrics: dict[str, float] = {}
     for row in parts:
@@ -55,7 +55,7 @@ def _step(parts: list[Operation]) -> dict[str, Any]:
     }
 
 
-def _loss(passes: Iterable[Operation]) -> float | None:
+def _loss(passes: Iterable[OperationRecord]) -> float | None:
     """One number for all passes of a step: a client may have cut one batch into several.
 
     The passes of a loss of the client's own have weights that are none: zeros, to learn the log-probabilities, and then

@@ -16,7 +16,7 @@ from pathlib import Path
 from tinkex.server.service import Service
 from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.adapter_files import INCOMING
-from tinkex.store.records import Sampler, Session
+from tinkex.store.records import SamplerRecord, SessionRecord
 from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
@@ -134,7 +134,7 @@ def _is_idle(store: Store, run_id: str, since: float) -> bool:
     return _is_over(session, since) and (run.last_request_at < since or _is_finished(session))
 
 
-def _left_behind(store: Store, since: float) -> list[Sampler]:
+def _left_behind(store: Store, since: float) -> list[SamplerRecord]:
     """Samplers with files of their own whose session is over."""
     found = []
     for sampler in store.samplers_with_files():
@@ -144,11 +144,11 @@ def _left_behind(store: Store, since: float) -> list[Sampler]:
     return found
 
 
-def _is_finished(session: Session | None) -> bool:
+def _is_finished(session: SessionRecord | None) -> bool:
     return session is None or session.finished is not None
 
 
-def _is_over(session: Session | None, since: float) -> bool:
+def _is_over(session: SessionRecord | None, since: float) -> bool:
     return session is None or session.finished is not None or session.seen_at < since
 
 
