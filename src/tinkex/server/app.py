@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.server.http.access import AccessMiddleware
-from tinkex.server.http.errors import Refused, answer, as_response
+from tinkex.server.http.errors import RequestRejected, error_response, json_response
 from tinkex.server.http.metrics import metrics_page
 from tinkex.server.openai import routes as openai
 from tinkex.server.routes import (
@@ -69,7 +69,7 @@ def guarded(name: str, handler: Handler) -> Handler:
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception as problem:
-            response = as_response(problem)
+            response = error_response(problem)
         tenant = getattr(request.state, "tenant", None)
         service.metrics.request(name, response.status_code, service.clock.now() - started, tenant)
         return response
@@ -82,12 +82,12 @@ async def no_such_call(request: Request, problem: Exception) -> Response:
         f"There is no {request.method} {request.url.path} here. This is tinkex; the API is under /api/v1, "
         "the OpenAI-compatible one under /v1."
     )
-    return as_response(Refused(404, detail, "unknown_endpoint"))
+    return error_response(RequestRejected(404, detail, "unknown_endpoint"))
 
 
 async def no_such_method(request: Request, problem: Exception) -> Response:
     detail = f"{request.url.path} does not take {request.method}."
-    return as_response(Refused(405, detail, "wrong_method"))
+    return error_response(RequestRejected(405, detail, "wrong_method"))
 
 
 async def root(request: Request) -> Response:
@@ -96,7 +96,7 @@ async def root(request: Request) -> Response:
         return await console.page(request)
     base = str(request.base_url).rstrip("/")
     told = {"service": "tinkex", "api": f"{base}/api/v1", "openai": f"{base}/v1", "metrics": f"{base}/metrics"}
-    return answer(told, headers={"vary": "Accept"})
+    return json_response(told, headers={"vary": "Accept"})
 
 
 class PrefixMiddleware:

@@ -19,7 +19,7 @@ from tinkex.engine.host import LocalEngine
 from tinkex.engine.models.registry import resolve
 from tinkex.errors import ConfigError
 from tinkex.server.app import make_app
-from tinkex.server.http.access import Access
+from tinkex.server.http.access import AccessControl
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.http.protocol import BoundedProtocol
 from tinkex.server.sampling.sample_queue import Sampling
@@ -91,7 +91,7 @@ def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: En
         db=db,
         engine=engine,
         catalog=catalog,
-        access=Access(config, store, db, clock),
+        access=AccessControl(config, store, db, clock),
         intake=Intake(config, clock, store, db, worker),
         worker=worker,
         waiters=waiters,

@@ -12,7 +12,7 @@ from tinkex.settings import ServeConfig
 from tinkex.store.store import Store
 
 if TYPE_CHECKING:
-    from tinkex.server.http.access import Access
+    from tinkex.server.http.access import AccessControl
     from tinkex.server.http.metrics import Metrics
     from tinkex.server.sampling.sample_queue import Sampling
     from tinkex.server.sampling.tokenizer_cache import Tokenizers
@@ -30,7 +30,7 @@ class Service:
     db: Db
     engine: Engine
     catalog: Catalog
-    access: Access
+    access: AccessControl
     intake: Intake
     worker: Worker
     waiters: Waiters

@@ -7,10 +7,10 @@ from sqlalchemy import exists, insert, select, update
 from tinkex.errors import ValidationError
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
 from tinkex.store.records import AuditEntry, KeyRecord
-from tinkex.store.rows import answers, audit, keys
+from tinkex.store.rows import audit, keys, remembered_responses
 
 
-class Access(Database):
+class AccessStore(Database):
     def add_key(self, key: KeyRecord) -> None:
         """ValidationError if the same key is there already, revoked or not."""
         with self._write() as connection:
@@ -66,13 +66,17 @@ class Access(Database):
         """Keep the answer under the key unless one is there; the one that stands is returned."""
         with self._write() as connection:
             values = {"tenant": tenant, "key": key, "answer": answer, "at": at}
-            if connection.execute(self._insert_new(answers), values).rowcount:
+            if connection.execute(self._insert_new(remembered_responses), values).rowcount:
                 return answer
-            wanted = select(answers.c.answer).where(answers.c.tenant == tenant, answers.c.key == key)
+            wanted = select(remembered_responses.c.answer).where(
+                remembered_responses.c.tenant == tenant, remembered_responses.c.key == key
+            )
             return bytes(connection.execute(wanted).scalar_one())
 
     def recall(self, tenant: str, key: str) -> bytes | None:
         with self._read() as connection:
-            wanted = select(answers.c.answer).where(answers.c.tenant == tenant, answers.c.key == key)
+            wanted = select(remembered_responses.c.answer).where(
+                remembered_responses.c.tenant == tenant, remembered_responses.c.key == key
+            )
             answer = connection.scalar(wanted)
         return None if answer is None else bytes(answer)

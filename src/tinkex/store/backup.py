@@ -19,7 +19,7 @@ from tinkex.store.rows import payloads
 from tinkex.store.store import Store
 
 DATABASE = "tinkex.db"
-ROUNDS = 20
+MAX_ROUNDS = 20
 """The second usually finds what changed during a long first one, the third nothing."""
 
 Mark = tuple[int, int]
@@ -58,7 +58,7 @@ def back_up(store: Store, data_dir: Path, target: Path, extra: tuple[str, ...] =
 
 def _gather(store: Store, data_dir: Path, place: Path) -> dict[str, Mark]:
     held: dict[str, Mark] = {}
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         (place / DATABASE).unlink(missing_ok=True)
         store.backup(place / DATABASE)
         named = _named(place)
@@ -75,7 +75,7 @@ def _gather(store: Store, data_dir: Path, place: Path) -> dict[str, Mark]:
             if mark is not None and _copy(data_dir / name, place / name):
                 held[name] = mark
     raise TinkexError(
-        f"The service changes faster than it can be copied ({ROUNDS} attempts, {len(wanted)} pieces still missing). "
+        f"The service changes faster than it can be copied ({MAX_ROUNDS} attempts, {len(wanted)} files still missing). "
         "Try again when it is less busy, or stop it first. If nothing runs, its files are damaged."
     )
 

@@ -11,7 +11,7 @@ from tinkex.store.records import CheckpointRecord
 from tinkex.store.rows import checkpoints, runs, samplers
 
 
-class Checkpoints(Database):
+class CheckpointStore(Database):
     def add_checkpoint(self, checkpoint: CheckpointRecord) -> CheckpointRecord | None:
         """Add it, in the place of one of the same path if there is one; that one is returned if its files may go."""
         with self._write() as connection:

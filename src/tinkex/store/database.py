@@ -19,16 +19,16 @@ from sqlalchemy.pool import QueuePool
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, MissingExtra
 from tinkex.store.errors import Unavailable, translated
-from tinkex.store.payloads import Kept, Payloads
+from tinkex.store.payloads import Payloads, StoredPayload
 
 Durability = Literal["normal", "full"]
 R = TypeVar("R")
 
-BUSY_S = 10.0
+LOCK_WAIT_S = 10.0
 """How long a write waits while another program (`tinkex key`, a backup) holds the SQLite file."""
-AGAIN_S = 0.01
+RETRY_WAL_S = 0.01
 """How soon a lock that SQLite itself does not wait for is tried again."""
-LARGEST = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 
 
 class Database:
@@ -68,7 +68,7 @@ class Database:
                 yield self._file
 
     @contextmanager
-    def _writing(self, content: bytes | None) -> Iterator[tuple[Connection, Kept | None]]:
+    def _writing(self, content: bytes | None) -> Iterator[tuple[Connection, StoredPayload | None]]:
         """A transaction that writes and keeps a payload; the payload's file goes again if the transaction fails."""
         with translated():
             kept = None if content is None else self._payloads.keep(content)
@@ -113,7 +113,7 @@ def as_records(kind: type[R], found: Sequence[Row[Any]]) -> list[R]:
 
 def bounded(number: int) -> int:
     """An offset or limit as the databases take it: beyond 64 bits they fail instead of finding nothing."""
-    return min(max(number, 0), LARGEST)
+    return min(max(number, 0), MAX_INTEGER)
 
 
 def connect(url: str, durability: Durability) -> Engine:
@@ -150,7 +150,7 @@ def _sqlite(address: URL, durability: Durability) -> Engine:
         pool_size=1,
         max_overflow=0,
         # Opened, used and closed by different threads, but never by two at once.
-        connect_args={"check_same_thread": False, "timeout": BUSY_S},
+        connect_args={"check_same_thread": False, "timeout": LOCK_WAIT_S},
         hide_parameters=True,
     )
 
@@ -166,7 +166,7 @@ def _sqlite(address: URL, durability: Durability) -> Engine:
 
 def _use_wal(connection: sqlite3.Connection) -> None:
     """SQLite waits for its locks, but not while it turns a new file to WAL: who comes second is refused at once."""
-    give_up_s = REAL.now() + BUSY_S
+    give_up_s = REAL.now() + LOCK_WAIT_S
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
@@ -174,7 +174,7 @@ def _use_wal(connection: sqlite3.Connection) -> None:
         except sqlite3.OperationalError as problem:
             if (problem.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY or REAL.now() >= give_up_s:
                 raise
-        threading.Event().wait(AGAIN_S)
+        threading.Event().wait(RETRY_WAL_S)
 
 
 def _postgresql(address: URL) -> Engine:
@@ -185,7 +185,7 @@ def _postgresql(address: URL) -> Engine:
             pool_size=1,
             max_overflow=0,
             pool_pre_ping=True,
-            connect_args={"connect_timeout": int(BUSY_S), "application_name": "tinkex"},
+            connect_args={"connect_timeout": int(LOCK_WAIT_S), "application_name": "tinkex"},
             hide_parameters=True,
         )
     except ImportError:

@@ -10,11 +10,11 @@ from tinkex.errors import ValidationError
 from tinkex.store.checkpoints import put_checkpoint
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
 from tinkex.store.errors import Duplicate, translated
-from tinkex.store.payloads import Kept
+from tinkex.store.payloads import StoredPayload
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord
-from tinkex.store.rows import answers, operations, payloads, runs, samplers
+from tinkex.store.rows import operations, payloads, remembered_responses, runs, samplers
 
-Part = Literal["command", "result"]
+PayloadPart = Literal["command", "result"]
 _BATCH = 500
 """How many ids one statement names; databases bound the number of parameters."""
 
@@ -47,7 +47,7 @@ class Journal(Database):
         """A run and the operation that creates it; both or neither."""
         with self._writing(command) as (connection, kept):
             if not connection.execute(self._insert_new(runs), values_of(run)).rowcount:
-                raise Duplicate(_standing(connection, creation))
+                raise Duplicate(_existing_operation(connection, creation))
             replaced = self._place(connection, creation, kept)
         self._payloads.remove(replaced)
 
@@ -201,21 +201,23 @@ class Journal(Database):
             for start in range(0, len(gone), _BATCH):
                 ids = [row.request_id for row in gone[start : start + _BATCH]]
                 connection.execute(update(operations).where(operations.c.request_id.in_(ids)).values(result_type=None))
-            connection.execute(delete(answers).where(answers.c.at < before))
+            connection.execute(delete(remembered_responses).where(remembered_responses.c.at < before))
         self._payloads.remove(row.file for row in gone)
         return len(gone)
 
-    def _payload(self, request_id: str, part: Part) -> bytes | None:
+    def _payload(self, request_id: str, part: PayloadPart) -> bytes | None:
         with translated():
             with self._read() as connection:
                 row = connection.execute(_GET_PAYLOAD, {"id": request_id, "wanted": part}).first()
-            return None if row is None else self._payloads.read(Kept(row.content, row.file))
+            return None if row is None else self._payloads.read(StoredPayload(row.content, row.file))
 
-    def _place(self, connection: Connection, operation: OperationRecord, kept: Kept | None) -> list[str | None]:
+    def _place(
+        self, connection: Connection, operation: OperationRecord, kept: StoredPayload | None
+    ) -> list[str | None]:
         """Put an operation into its place. Returned are the files of a refused one that had it before."""
         replaced: list[str | None] = []
         while not connection.execute(self._insert_new(operations), values_of(operation)).rowcount:
-            standing = _standing(connection, operation)
+            standing = _existing_operation(connection, operation)
             if standing.state != "refused" or standing.run_id != operation.run_id:
                 raise Duplicate(standing)
             replaced += _drop_operation(connection, standing.request_id)
@@ -241,7 +243,7 @@ class Journal(Database):
             raise KeyError(f"{request_id} is not queued")
 
 
-def _standing(connection: Connection, operation: OperationRecord) -> OperationRecord:
+def _existing_operation(connection: Connection, operation: OperationRecord) -> OperationRecord:
     """The operation that has the number, or else the request id, of this one."""
     by_number = select(operations).where(
         operations.c.run_id == operation.run_id, operations.c.seq_id == operation.seq_id
@@ -258,7 +260,7 @@ def _drop_operation(connection: Connection, request_id: str) -> list[str | None]
     return list(connection.scalars(dropped))
 
 
-def _insert_payload(connection: Connection, request_id: str, part: Part, at: float, kept: Kept) -> None:
+def _insert_payload(connection: Connection, request_id: str, part: PayloadPart, at: float, kept: StoredPayload) -> None:
     connection.execute(
         _ADD_PAYLOAD,
         {"request_id": request_id, "part": part, "at": at, "content": kept.content, "file": kept.file},

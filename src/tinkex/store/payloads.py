@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-INLINE_BYTES = 64 * 1024
+MAX_INLINE_BYTES = 64 * 1024
 """Up to this size bytes stay in their row: a second file would cost more than the longer row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredPayload:
     """Where bytes are: in the row, or in the file of this name."""
 
     content: bytes | None
@@ -27,10 +27,10 @@ class Payloads:
         self._folder = folder
         self._is_synced = is_synced
 
-    def keep(self, content: bytes) -> Kept:
+    def keep(self, content: bytes) -> StoredPayload:
         """Keep the bytes. Whoever calls removes the file again if its row does not come to be."""
-        if len(content) <= INLINE_BYTES:
-            return Kept(content, None)
+        if len(content) <= MAX_INLINE_BYTES:
+            return StoredPayload(content, None)
         name = uuid.uuid4().hex
         target = self._path(name)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -48,9 +48,9 @@ class Payloads:
             unfinished.unlink(missing_ok=True)
             target.unlink(missing_ok=True)
             raise
-        return Kept(None, name)
+        return StoredPayload(None, name)
 
-    def read(self, kept: Kept) -> bytes:
+    def read(self, kept: StoredPayload) -> bytes:
         if kept.file is None:
             return kept.content or b""
         return self._path(kept.file).read_bytes()

@@ -15,7 +15,7 @@ _NEWEST_FIRST = (sessions.c.created_at.desc(), sessions.c.id.desc())
 _TOUCH = update(sessions).where(sessions.c.id == bindparam("session_id")).values(seen_at=bindparam("at"))
 
 
-class Sessions(Database):
+class SessionStore(Database):
     def add_session(self, session: SessionRecord) -> None:
         with self._write() as connection:
             # Whole microseconds, which is what a date on the wire holds: a page's cursor must find its row again.

@@ -11,20 +11,20 @@ from sqlalchemy import select
 from sqlalchemy.exc import DatabaseError
 
 from tinkex.errors import ConfigError
-from tinkex.store.access import Access
-from tinkex.store.checkpoints import Checkpoints
+from tinkex.store.access import AccessStore
+from tinkex.store.checkpoints import CheckpointStore
 from tinkex.store.database import Durability, connect, sqlite_connection
 from tinkex.store.errors import DiskFull, Duplicate, Unavailable
 from tinkex.store.journal import Journal
 from tinkex.store.migrations import migrate
 from tinkex.store.payloads import Payloads
 from tinkex.store.rows import payloads
-from tinkex.store.sessions import Sessions
+from tinkex.store.sessions import SessionStore
 
 __all__ = ["DiskFull", "Duplicate", "Store", "Unavailable"]
 
 
-class Store(Sessions, Journal, Checkpoints, Access):
+class Store(SessionStore, Journal, CheckpointStore, AccessStore):
     """Rows in SQLite or PostgreSQL, large payloads in files beside them."""
 
     @classmethod

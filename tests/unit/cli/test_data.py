@@ -15,7 +15,7 @@ from tinkex.errors import TinkexError
 from tinkex.store import backup as store_backup
 from tinkex.store.backup import back_up
 from tinkex.store.lock import DataLock
-from tinkex.store.payloads import INLINE_BYTES
+from tinkex.store.payloads import MAX_INLINE_BYTES
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Store
 
@@ -114,11 +114,11 @@ def test_gc_beside_a_server_leaves_what_may_be_in_the_making(run: Tinkex, data: 
 
 
 def test_gc_leaves_a_journal_that_is_still_needed_whole(run: Tinkex, data: Data) -> None:
-    data.operation(1, b"c" * (INLINE_BYTES + 1))
+    data.operation(1, b"c" * (MAX_INLINE_BYTES + 1))
     (data.folder / "journal" / "ab").mkdir(exist_ok=True)
     (data.folder / "journal" / "ab" / "abandoned.part").write_bytes(b"half")
     assert run("gc", "-o", "json").json["files"] == 1
-    assert data.store.command("r1") == b"c" * (INLINE_BYTES + 1)
+    assert data.store.command("r1") == b"c" * (MAX_INLINE_BYTES + 1)
 
 
 # -- backup -----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_a_backup_holds_what_the_database_names_and_nothing_else(run: Tinkex, da
     kept = data.checkpoint("kept")
     snapshot = data.folder_with("journal/snapshots/s_train_0-1")
     data.store.set_snapshot(data.run.id, snapshot, 0)
-    data.operation(1, b"c" * (INLINE_BYTES + 1))
+    data.operation(1, b"c" * (MAX_INLINE_BYTES + 1))
     data.folder_with("checkpoints/s:train:0/weights/crashed.partial")
     (data.folder / "private.key").write_text("tml-a-private-key\n")
     ran = run("backup", str(tmp_path / "copy"), "-o", "json")
@@ -140,7 +140,7 @@ def test_a_backup_holds_what_the_database_names_and_nothing_else(run: Tinkex, da
     assert ran.json["things"] == 3
     with restored(tmp_path / "copy") as copy:
         assert copy.get_checkpoint(kept.path) == kept
-        assert copy.command("r1") == b"c" * (INLINE_BYTES + 1)
+        assert copy.command("r1") == b"c" * (MAX_INLINE_BYTES + 1)
     for name in (kept.folder, snapshot):
         assert (tmp_path / "copy" / name / "adapter_model.safetensors").read_bytes() == b"weights"
     assert not (tmp_path / "copy" / "checkpoints/s:train:0/weights/crashed.partial").exists()

@@ -18,7 +18,7 @@ import uvicorn
 
 from tinkex.engine.contract import EngineState, ModelInfo
 from tinkex.server.app import make_app
-from tinkex.server.http.access import Access
+from tinkex.server.http.access import AccessControl
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.service import Service
 from tinkex.server.upkeep.catalog import Catalog
@@ -89,7 +89,7 @@ class Served:
             db=db,
             engine=cast(Any, self.engine),
             catalog=Catalog([model]),
-            access=Access(config, self.store, db, self.clock),
+            access=AccessControl(config, self.store, db, self.clock),
             intake=absent,
             worker=cast(Any, self.worker),
             waiters=absent,

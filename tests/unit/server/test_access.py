@@ -10,7 +10,7 @@ import pytest
 
 import tinkex
 from tests.unit.server.conftest import Served
-from tinkex.server.http.access import CACHE_S, is_guarded, key_in, route_path
+from tinkex.server.http.access import CACHE_S, api_key_in, is_guarded, route_path
 from tinkex.store.keys import hash_key, hint, new_key
 from tinkex.store.records import KeyRecord
 
@@ -56,7 +56,7 @@ def test_a_bearer_token_counts_as_key_and_x_api_key_comes_first(serve: Callable[
     served = serve(api_keys=(ALICE, BOB))
     assert served.ask("GET", "sessions", headers={"authorization": f"Bearer {ALICE}"}).status == 200
     assert served.ask("GET", "sessions", headers={"authorization": f"Basic {ALICE}"}).status == 401
-    assert key_in([(b"authorization", b"bearer b"), (b"X-API-Key", b"a")]) == "a"
+    assert api_key_in([(b"authorization", b"bearer b"), (b"X-API-Key", b"a")]) == "a"
 
 
 def test_health_needs_no_key_and_every_other_call_does(serve: Callable[..., Served]) -> None:

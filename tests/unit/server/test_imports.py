@@ -15,7 +15,7 @@ from tests.unit.server.conftest import Answer, Served
 from tinkex.client.download import download_checkpoint
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 from tinkex.server.upkeep.adapter_files import INCOMING, unpack
 
 PLACE = "import_weights?base_model=tiny&name=mine"
@@ -158,7 +158,7 @@ def test_an_archive_that_is_too_large_is_refused_before_it_is_read(served: Serve
 
 def test_a_file_in_an_archive_that_is_too_large_is_not_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(ADAPTER)
-    with pytest.raises(Refused, match="too large"):
+    with pytest.raises(RequestRejected, match="too large"):
         unpack(tmp_path / "a.tar", tmp_path / "out", most_bytes=len(CONFIG))
 
 

@@ -17,7 +17,7 @@ from tests.unit.server.fake_engine import FakeEngine
 from tests.unit.server.test_worker import backward, done, new_lane, running, scenario, step
 from tinkex.engine.frames import Frame
 from tinkex.server.app import make_app
-from tinkex.server.http.errors import Refused, bad
+from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.routes import insight
 from tinkex.server.service import Service
 from tinkex.server.training.steps import steps_of, thinned
@@ -92,7 +92,7 @@ async def test_a_run_tells_its_steps_and_goes_on_after_the_last_one_that_was_tol
         again = await ask(service, "run_steps", "t", "after_seq_id=2", run_id=lane.run.id)
         assert [entry["seq_id"] for entry in again["steps"]] == [4] and again["next_seq_id"] == 4
         assert (await ask(service, "run_steps", "t", f"after_seq_id={10**30}", run_id=lane.run.id))["steps"] == []
-        with pytest.raises(Refused, match="not known"):
+        with pytest.raises(RequestRejected, match="not known"):
             await ask(service, "run_steps", "stranger", run_id=lane.run.id)
 
 
@@ -139,7 +139,7 @@ def test_the_failures_of_a_tenant_are_found_by_their_index(tmp_path: Path) -> No
 async def test_failures_are_told_with_their_reason_to_their_tenant_alone(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         lane = await new_lane(service)
-        await service.intake.refuse(lane, 1, "forward_backward", bad("datum 0 is empty", "bad_datum"))
+        await service.intake.refuse(lane, 1, "forward_backward", bad_request("datum 0 is empty", "bad_datum"))
         command = Frame({"op": "unheard_of", "adapter": lane.run.id}).encode()
         await done(service, await service.intake.submit(lane, 2, "unheard_of", command))
         told = await ask(service, "failed_operations", "t")

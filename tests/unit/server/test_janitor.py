@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.server.conftest import Served
-from tinkex.server.upkeep.janitor import DISK, LEAST_FREE_BYTES, RUBBISH_AGE_S, TICK_S, Janitor
+from tinkex.server.upkeep.janitor import DISK_PAUSE, MIN_FREE_BYTES, MIN_ORPHAN_AGE_S, TICK_S, Janitor
 from tinkex.store.records import OperationRecord, SamplerRecord
 
 
@@ -150,10 +150,10 @@ def test_folders_that_no_row_names_go_after_an_hour_and_no_others(served: Served
     for folder in (crashed, lone, snapshot, foreign):
         folder.mkdir(parents=True)
         (folder / "file").write_text("x")
-    age(served, data, RUBBISH_AGE_S + 5)
+    age(served, data, MIN_ORPHAN_AGE_S + 5)
     fresh = data / "checkpoints" / "another:train:0" / "weights" / "in-the-making"
     fresh.mkdir(parents=True)
-    age(served, data / "checkpoints" / "another:train:0", RUBBISH_AGE_S + 5)
+    age(served, data / "checkpoints" / "another:train:0", MIN_ORPHAN_AGE_S + 5)
     os.utime(fresh, (served.clock.wall(), served.clock.wall()))
     tick(served)
     assert not any(folder.exists() for folder in (crashed, lone, lone.parent.parent, snapshot))
@@ -163,9 +163,9 @@ def test_folders_that_no_row_names_go_after_an_hour_and_no_others(served: Served
 
 
 def test_a_full_disk_pauses_training_until_there_is_room(served: Served) -> None:
-    tick(served, LEAST_FREE_BYTES - 1)
-    assert "disk has 200 MB left" in served.worker.paused[DISK]
-    tick(served, LEAST_FREE_BYTES)
+    tick(served, MIN_FREE_BYTES - 1)
+    assert "disk has 200 MB left" in served.worker.paused[DISK_PAUSE]
+    tick(served, MIN_FREE_BYTES)
     assert served.worker.paused == {}
 
 
@@ -175,7 +175,7 @@ def test_data_above_the_quota_pause_training(serve: object) -> None:
     assert served.worker.paused == {}
     (served.config.data_dir / "large").write_bytes(bytes(1_000_001))
     tick(served)
-    assert "quota of 0.001 GB" in served.worker.paused[DISK]
+    assert "quota of 0.001 GB" in served.worker.paused[DISK_PAUSE]
     (served.config.data_dir / "large").unlink()
     tick(served)
     assert served.worker.paused == {}
@@ -192,7 +192,7 @@ def test_one_failing_step_does_not_stop_the_others(served: Served, caplog: pytes
     served.worker.evict = broken  # type: ignore[method-assign]
     tick(served, 0)
     assert "evict_idle_runs failed" in caplog.text
-    assert DISK in served.worker.paused
+    assert DISK_PAUSE in served.worker.paused
 
 
 def test_it_ticks_again_and_again(served: Served) -> None:

@@ -225,7 +225,7 @@ def test_telemetry_is_accepted_and_kept_without_keys(served: Served) -> None:
 
 
 def test_the_telemetry_log_stays_small(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_TELEMETRY_BYTES", 1000)
+    monkeypatch.setattr(sessions, "MAX_TELEMETRY_BYTES", 1000)
     for number in range(30):
         served.ask("POST", "telemetry", {"session_id": f"s{number}", "events": ["x" * 100]})
     served.ask("POST", "telemetry", {"events": ["x" * 300_000]})

@@ -18,7 +18,7 @@ from tests.unit.server.test_worker import TINY, backward, done, new_lane, runnin
 from tinkex.engine.contract import EngineDied
 from tinkex.engine.frames import Frame
 from tinkex.server.app import make_app
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 from tinkex.server.routes import futures, sampling
 from tinkex.server.service import Service
 from tinkex.store.errors import DiskFull
@@ -50,7 +50,7 @@ async def test_who_polls_while_the_service_stops_is_told_to_wait_and_not_that_th
         await asyncio.sleep(0.05)
         await service.worker.drain(0)
         assert (await polling).status_code == 408
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await poll(service, request_id, "stranger")
         assert refused.value.status == 404
 
@@ -64,7 +64,7 @@ async def test_a_result_that_expired_is_410_for_its_tenant_and_unknown_to_others
         )
         await service.db(service.store.add_operation, row, None)
         for tenant, status in (("t", 410), ("stranger", 404)):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestRejected) as refused:
                 await poll(service, "old", tenant)
             assert refused.value.status == status
 
@@ -172,7 +172,7 @@ async def test_a_samplers_number_that_is_taken_by_another_model_is_refused(tmp_p
         options = {"sampling_session_seq_id": 4}
         await done(service, await service.intake.submit(lane, 1, "save_weights_for_sampler", b"", options=options))
         body = {"session_id": "s", "sampling_session_seq_id": 4, "base_model": "tinkex/tiny"}
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await sampling.create_sampling_session(request(service, body))
         assert refused.value.status == 400
         other = {**body, "sampling_session_seq_id": 5}
@@ -195,7 +195,7 @@ async def test_operations_wait_for_a_base_model_that_the_restarted_service_does_
         state, reason = service.worker.queue_of(pending)
         assert state == "paused_capacity" and "--base-model tinkex/tiny" in reason
         lane = await service.intake.lane("t", lane.run.id)
-        with pytest.raises(Refused, match="--base-model tinkex/tiny"):
+        with pytest.raises(RequestRejected, match="--base-model tinkex/tiny"):
             await step(service, lane, 2, 1.0)
     async with running(tmp_path, FakeEngine()) as service:
         assert (await done(service, request_id)).error is None

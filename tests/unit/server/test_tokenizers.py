@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.models import registry
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 from tinkex.server.sampling.chat_templates import ChatTemplate
 from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer, Tokenizers
 from tinkex.server.upkeep.catalog import Catalog
@@ -74,13 +74,13 @@ def test_an_alias_finds_the_same_tokenizer(ours: Tokenizers) -> None:
 
 
 def test_a_model_that_is_not_served_is_refused(ours: Tokenizers) -> None:
-    with pytest.raises(Refused, match="not served here"):
+    with pytest.raises(RequestRejected, match="not served here"):
         ours.encode("../../etc/passwd", "x")
 
 
 def test_a_folder_without_a_tokenizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
     bare = Tokenizers(Catalog([ModelInfo(name="bare", folder=str(tmp_path))]))
-    with pytest.raises(Refused, match="Send tokens instead") as caught:
+    with pytest.raises(RequestRejected, match="Send tokens instead") as caught:
         bare.encode("bare", "x")
     assert str(tmp_path) not in caught.value.detail
 
@@ -236,12 +236,12 @@ def test_a_template_for_tools_is_used_when_there_are_tools(tmp_path: Path) -> No
 
 def test_tools_are_refused_where_the_template_would_leave_them_out(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}")
-    with pytest.raises(Refused, match="no place for tools"):
+    with pytest.raises(RequestRejected, match="no place for tools"):
         ChatTemplate(tmp_path).render("m", CONVERSATION, tools=[{"function": {}}])
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no chat template") as caught:
+    with pytest.raises(RequestRejected, match="no chat template") as caught:
         ChatTemplate(tmp_path).render("bare", CONVERSATION)
     assert caught.value.status == 400
 
@@ -258,6 +258,6 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
 )
 def test_what_a_template_refuses_is_the_callers_to_know(tmp_path: Path, source: str, said: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(source)
-    with pytest.raises(Refused, match=said) as caught:
+    with pytest.raises(RequestRejected, match=said) as caught:
         ChatTemplate(tmp_path).render("m", CONVERSATION)
     assert caught.value.status == 400

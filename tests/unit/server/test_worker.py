@@ -15,7 +15,7 @@ from tests.unit.server.fake_engine import FakeEngine
 from tinkex.clock import REAL
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.frames import Frame
-from tinkex.server.http.errors import Refused, bad
+from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.main import build
 from tinkex.server.service import Service
 from tinkex.server.training.run_queue import Lane
@@ -113,7 +113,7 @@ async def test_another_content_under_a_number_is_refused_and_never_409(tmp_path:
     async with running(tmp_path, FakeEngine()) as service:
         lane = await new_lane(service)
         await step(service, lane, 1, 0.5)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await step(service, lane, 1, 0.75)
         assert refused.value.status == 400
         assert "another content" in refused.value.detail
@@ -147,7 +147,7 @@ async def test_a_gap_is_skipped_after_its_time_and_the_late_one_fails(tmp_path: 
 async def test_a_refused_number_does_not_hold_up_the_next(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), max_rows=64) as service:
         lane = await new_lane(service)
-        await service.intake.refuse(lane, 1, "forward_backward", bad("wrong data"))
+        await service.intake.refuse(lane, 1, "forward_backward", bad_request("wrong data"))
         started = REAL.now()
         await done(service, await step(service, lane, 2, 1.0))
         assert REAL.now() - started < 0.19
@@ -305,7 +305,7 @@ async def test_the_queue_is_bounded_per_tenant(tmp_path: Path) -> None:
         engine.gate.clear()
         for number in (1, 2, 3):
             await step(service, lane, number, 1.0)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await step(service, lane, 4, 1.0)
         assert (refused.value.status, refused.value.headers["retry-after"]) == (429, "1")
         await step(service, other, 1, 1.0)
@@ -316,6 +316,6 @@ async def test_the_queue_is_bounded_per_tenant(tmp_path: Path) -> None:
 async def test_a_run_is_unknown_to_other_tenants(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         lane = await new_lane(service)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await service.intake.lane("stranger", lane.run.id)
         assert refused.value.status == 404

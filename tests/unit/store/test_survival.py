@@ -104,7 +104,7 @@ def test_another_program_may_write_the_same_database_between_our_calls(place: Pl
 def test_a_program_that_does_not_let_go_of_sqlite_is_named_and_the_call_can_be_repeated(
     sqlite_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "BUSY_S", 0.05)
+    monkeypatch.setattr(database, "LOCK_WAIT_S", 0.05)
     store = sqlite_place.open()
     other = sqlite3.connect(sqlite_place.data_dir / "tinkex.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

@@ -82,14 +82,14 @@ def _expired(store: Store, config: ServeConfig) -> list[Rubbish]:
 def _unnamed(store: Store, config: ServeConfig, *, is_alone: bool) -> list[Rubbish]:
     from tinkex.clock import REAL
     from tinkex.server.upkeep import folders
-    from tinkex.server.upkeep.janitor import ROOTS, RUBBISH_AGE_S, unnamed
+    from tinkex.server.upkeep.janitor import MIN_ORPHAN_AGE_S, SWEPT_FOLDERS, unreferenced_folders
 
     root = config.data_dir.resolve()
-    named = {folders.inside(root, folder) for folder in store.all_folders()}
-    old = REAL.wall() - (0.0 if is_alone else RUBBISH_AGE_S)
+    named = {folders.resolve_inside(root, folder) for folder in store.all_folders()}
+    old = REAL.wall() - (0.0 if is_alone else MIN_ORPHAN_AGE_S)
     return [
         Rubbish(str(folder.relative_to(root)), "nothing refers to it", _size(folder), str(folder.relative_to(root)))
-        for folder in unnamed([root / name for name in ROOTS], named, old)
+        for folder in unreferenced_folders([root / name for name in SWEPT_FOLDERS], named, old)
     ]
 
 

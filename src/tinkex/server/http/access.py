@@ -14,32 +14,32 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.clock import Clock
-from tinkex.server.http.errors import Refused, as_response, bad
+from tinkex.server.http.errors import RequestRejected, bad_request, error_response
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig, is_loopback_host
 from tinkex.store.keys import hash_key
 from tinkex.store.records import KeyRecord
 from tinkex.store.store import Store
 
-LOCAL = "local"
+LOCAL_TENANT = "local"
 CACHE_S = 3.0
 """How long a looked-up key is believed: a revoked one stops working this soon."""
 _MOST_CACHED = 4096
 """Keys that do not exist are remembered too; guessing must not fill the memory."""
 _MOST_KEY_CHARACTERS = 512
-_GUARDED = ("/api/v1/", "/v1/", "/oai/api/v1/")
-_OPENAI = ("/v1/", "/oai/")
-_OPEN = ("/api/v1/healthz", "/api/v1/files/")
+_PATHS_WITH_KEY = ("/api/v1/", "/v1/", "/oai/api/v1/")
+_OPENAI_PATHS = ("/v1/", "/oai/")
+_PATHS_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/files/")
 """Health is for load balancers; links to files carry their own signature."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
+class _CachedKey:
     key: KeyRecord | None
     until: float
 
 
-class Access:
+class AccessControl:
     def __init__(self, config: ServeConfig, store: Store, db: Db, clock: Clock) -> None:
         self._store, self._db, self._clock = store, db, clock
         self._configured = {hash_key(key): _tenant_of_configured(hash_key(key)) for key in config.api_keys}
@@ -47,19 +47,19 @@ class Access:
         self._has_keys = bool(self._configured)
         self._own_hosts = {config.host, (urlsplit(config.public_url or "").hostname or config.host).lower()}
         self._asked_at: float | None = None
-        self._looked: dict[str, _Looked] = {}
+        self._looked: dict[str, _CachedKey] = {}
 
     async def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
         """The tenant of a request. Raises 401; without keys, 403 for what a web page elsewhere made a browser send."""
         if not await self.uses_keys():
             check_local(headers, self._own_hosts)
-            return LOCAL
-        return await self.tenant(key_in(headers))
+            return LOCAL_TENANT
+        return await self.tenant(api_key_in(headers))
 
     async def tenant(self, key: str | None) -> str:
         """Whose key this is. Raises 401 for a key that is missing, unknown or revoked."""
         if not await self.uses_keys():
-            return LOCAL
+            return LOCAL_TENANT
         if not key:
             raise _unauthorised(
                 "No API key. Send it as X-API-Key or Authorization: Bearer; with the SDK, set TINKER_API_KEY."
@@ -90,7 +90,7 @@ class Access:
         """Revoke the very key that a request carries; from the next request on it is refused."""
         found = await self.stored_key(key)
         if found is None:
-            raise bad(
+            raise bad_request(
                 "This key cannot be revoked here: it is part of the server's configuration, or no keys are in use. "
                 "Remove it from --api-key or the keys file and restart the server.",
                 "key_not_stored",
@@ -115,14 +115,14 @@ class Access:
                 found = None
             if len(self._looked) >= _MOST_CACHED:
                 self._looked.clear()
-            looked = self._looked[digest] = _Looked(found, now + CACHE_S)
+            looked = self._looked[digest] = _CachedKey(found, now + CACHE_S)
         return looked.key
 
 
 class AccessMiddleware:
     """Sets `scope["state"]["tenant"]` for everything behind a key, before the body is read."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +130,9 @@ class AccessMiddleware:
             try:
                 tenant = await self._access.admit(scope["headers"])
             except Exception as problem:  # an edge: middleware stands outside the application's own handler
-                await as_response(problem, is_openai=route_path(scope).startswith(_OPENAI))(scope, receive, send)
+                await error_response(problem, is_openai=route_path(scope).startswith(_OPENAI_PATHS))(
+                    scope, receive, send
+                )
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
@@ -151,7 +153,7 @@ def check_local(headers: Iterable[tuple[bytes, bytes]], own_hosts: Collection[st
         else:
             continue
         if not is_loopback_host(host) and host not in own_hosts:
-            raise Refused(
+            raise RequestRejected(
                 403,
                 f"This service has no keys and answers to this machine only, not to {host[:100]!r}. If that is its "
                 "name, start it with --public-url; better, make a key with `tinkex key create`.",
@@ -167,7 +169,7 @@ def _host_in(address: str) -> str:
 
 
 def is_guarded(path: str) -> bool:
-    return path.startswith(_GUARDED) and not path.startswith(_OPEN)
+    return path.startswith(_PATHS_WITH_KEY) and not path.startswith(_PATHS_WITHOUT_KEY)
 
 
 def route_path(scope: Scope) -> str:
@@ -178,7 +180,7 @@ def route_path(scope: Scope) -> str:
     return path[len(prefix) :]
 
 
-def key_in(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+def api_key_in(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """The key of a request: `X-API-Key`, else a bearer token (OpenAI clients)."""
     bearer = None
     for name, value in headers:
@@ -194,5 +196,5 @@ def _tenant_of_configured(digest: str) -> str:
     return f"key-{digest[:12]}"
 
 
-def _unauthorised(detail: str) -> Refused:
-    return Refused(401, detail, "unauthorised", headers={"www-authenticate": "Bearer"})
+def _unauthorised(detail: str) -> RequestRejected:
+    return RequestRejected(401, detail, "unauthorised", headers={"www-authenticate": "Bearer"})

@@ -23,7 +23,7 @@ _BLOCK = 1 << 20
 _END_OF_TAR = bytes(2 * tarfile.BLOCKSIZE)
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A run of bytes: here, or all of a file."""
 
     content: bytes | Path
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 class Download:
     """What is sent: pieces one after the other, and the sha256 of all of them."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     sha256: str
     media_type: str = "application/octet-stream"
 
@@ -51,15 +51,15 @@ def file_of(checkpoint: CheckpointRecord, folder: Path, name: str) -> Download:
 
 def archive_of(checkpoint: CheckpointRecord, folder: Path) -> Download:
     """All files as a tar. Its first checksum costs a pass over the files: not for the loop's thread."""
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     for name, about in sorted(checkpoint.files.items()):
         piece = _piece(folder / name, about)
         member = tarfile.TarInfo(name)
         member.size, member.mtime, member.mode = piece.size, int(checkpoint.created_at), 0o644
         header = member.tobuf(tarfile.GNU_FORMAT)
         padding = bytes(-piece.size % tarfile.BLOCKSIZE)
-        pieces += [Piece(header, len(header)), piece, Piece(padding, len(padding))]
-    pieces.append(Piece(_END_OF_TAR, len(_END_OF_TAR)))
+        pieces += [FilePiece(header, len(header)), piece, FilePiece(padding, len(padding))]
+    pieces.append(FilePiece(_END_OF_TAR, len(_END_OF_TAR)))
     whole = tuple(pieces)
     return Download(whole, _sha256(whole), "application/x-tar")
 
@@ -76,7 +76,7 @@ def respond(request: Request, download: Download, name: str) -> Response:
         "cache-control": "private",
         "x-content-type-options": "nosniff",
     }
-    span = wanted(request.headers.get("range"), request.headers.get("if-range"), headers["etag"], download.size)
+    span = parse_range(request.headers.get("range"), request.headers.get("if-range"), headers["etag"], download.size)
     if span is None:
         first, last, status = 0, download.size - 1, 200
     elif span[0] > span[1]:
@@ -87,10 +87,10 @@ def respond(request: Request, download: Download, name: str) -> Response:
     headers["content-length"] = str(last - first + 1)
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers, media_type=download.media_type)
-    return StreamingResponse(_bytes_of(download.pieces, first, last), status, headers, download.media_type)
+    return StreamingResponse(_read_range(download.pieces, first, last), status, headers, download.media_type)
 
 
-def wanted(asked: str | None, if_range: str | None, tag: str, size: int) -> tuple[int, int] | None:
+def parse_range(asked: str | None, if_range: str | None, tag: str, size: int) -> tuple[int, int] | None:
     """First and last byte of a range request, or None for everything. First above last: there is nothing there."""
     found = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", asked or "", re.ASCII)
     if found is None or found[0] == "bytes=-" or (if_range is not None and if_range != tag):
@@ -103,14 +103,14 @@ def wanted(asked: str | None, if_range: str | None, tag: str, size: int) -> tupl
     return first, min(int(found[2] or size), size - 1)
 
 
-def _piece(file: Path, about: Mapping[str, Any]) -> Piece:
+def _piece(file: Path, about: Mapping[str, Any]) -> FilePiece:
     if file.stat().st_size != about["size_bytes"]:
         raise FileNotFoundError(file.name)
-    return Piece(file, int(about["size_bytes"]))
+    return FilePiece(file, int(about["size_bytes"]))
 
 
 @functools.lru_cache(maxsize=256)
-def _sha256(pieces: tuple[Piece, ...]) -> str:
+def _sha256(pieces: tuple[FilePiece, ...]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         for block in _blocks(piece, 0, piece.size):
@@ -118,7 +118,7 @@ def _sha256(pieces: tuple[Piece, ...]) -> str:
     return digest.hexdigest()
 
 
-def _blocks(piece: Piece, first: int, size: int) -> Generator[bytes]:
+def _blocks(piece: FilePiece, first: int, size: int) -> Generator[bytes]:
     if isinstance(piece.content, bytes):
         yield piece.content[first : first + size]
         return
@@ -129,7 +129,7 @@ def _blocks(piece: Piece, first: int, size: int) -> Generator[bytes]:
             yield block
 
 
-async def _bytes_of(pieces: tuple[Piece, ...], first: int, last: int) -> AsyncIterator[bytes]:
+async def _read_range(pieces: tuple[FilePiece, ...], first: int, last: int) -> AsyncIterator[bytes]:
     """The bytes from `first` to `last`. Reading is done beside the loop."""
     for piece in pieces:
         start, stop = max(first, 0), min(last + 1, piece.size)

@@ -20,7 +20,7 @@ from tinkex.store.errors import DiskFull, Unavailable
 logger = logging.getLogger("tinkex.server")
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """A request that the service will not take, with the reason a person understands and what to do about it."""
 
     def __init__(
@@ -31,42 +31,42 @@ class Refused(Exception):
         self.headers = dict(headers or {})
 
 
-def not_found(what: str, name: object) -> Refused:
+def not_found(what: str, name: object) -> RequestRejected:
     """The same words whether it does not exist or belongs to somebody else."""
-    return Refused(404, f"{what} {str(name)[:200]!r} is not known.", f"unknown_{what.replace(' ', '_')}")
+    return RequestRejected(404, f"{what} {str(name)[:200]!r} is not known.", f"unknown_{what.replace(' ', '_')}")
 
 
-def bad(detail: str, code: str = "bad_request") -> Refused:
-    return Refused(400, detail, code)
+def bad_request(detail: str, code: str = "bad_request") -> RequestRejected:
+    return RequestRejected(400, detail, code)
 
 
-def busy(detail: str, code: str, retry_after_s: int = 1) -> Refused:
-    return Refused(429, detail, code, "server", {"retry-after": str(retry_after_s)})
+def too_many_requests(detail: str, code: str, retry_after_s: int = 1) -> RequestRejected:
+    return RequestRejected(429, detail, code, "server", {"retry-after": str(retry_after_s)})
 
 
-def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
-def as_response(problem: Exception, *, is_openai: bool = False) -> Response:
+def error_response(problem: Exception, *, is_openai: bool = False) -> Response:
     """What is answered when a handler raises; OpenAI's clients read another shape."""
     if isinstance(problem, ValidationError):
-        problem = bad(str(problem), "invalid")
+        problem = bad_request(str(problem), "invalid")
     if isinstance(problem, (DiskFull, Unavailable)):
-        problem = Refused(503, str(problem), "store_unavailable", "server", {"retry-after": "5"})
-    if not isinstance(problem, Refused):
+        problem = RequestRejected(503, str(problem), "store_unavailable", "server", {"retry-after": "5"})
+    if not isinstance(problem, RequestRejected):
         logger.error("a request failed", exc_info=problem)
-        problem = Refused(
+        problem = RequestRejected(
             500, "The service failed to answer this request; its log says why.", "internal", category="server"
         )
     if is_openai:
         kind = "authentication_error" if problem.status == 401 else "server_error"
         error = {"message": problem.detail, "type": kind, "param": None, "code": problem.code}
-        return answer({"error": error}, problem.status, problem.headers)
+        return json_response({"error": error}, problem.status, problem.headers)
     body = {"detail": problem.detail, "code": problem.code, "category": problem.category}
-    return answer(body, problem.status, problem.headers)
+    return json_response(body, problem.status, problem.headers)
 
 
 async def handle(request: Request, problem: Exception) -> Response:
-    return as_response(problem)
+    return error_response(problem)

@@ -11,9 +11,9 @@ import os
 import secrets
 from pathlib import Path
 
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 
-LIFE_S = 15 * 60
+LINK_LIFE_S = 15 * 60
 SECRET_FILE = "link-secret"
 
 
@@ -32,9 +32,9 @@ def verify(data_dir: Path, token: str, now: float) -> str:
     except (ValueError, binascii.Error):
         is_ours = False
     if not is_ours:
-        raise Refused(403, "This link is not valid. Ask for the checkpoint's address again.", "bad_link")
+        raise RequestRejected(403, "This link is not valid. Ask for the checkpoint's address again.", "bad_link")
     if int(expires_at) <= now:
-        raise Refused(403, "This link has expired. Ask for the checkpoint's address again.", "expired_link")
+        raise RequestRejected(403, "This link has expired. Ask for the checkpoint's address again.", "expired_link")
     return path
 
 

@@ -21,8 +21,8 @@ from tinkex.server.http.requests import service_of
 if TYPE_CHECKING:
     from tinkex.server.service import Service
 
-MOST_TENANTS: Final = 50
-OTHER: Final = "other"
+MAX_NAMED_TENANTS: Final = 50
+OTHER_TENANTS: Final = "other"
 
 # From a cached answer to a sample that takes minutes.
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -99,9 +99,9 @@ class Metrics:
 
     def _tenant(self, name: str) -> str:
         """Every tenant is a time series for as long as the server lives: the first ones by name, the rest together."""
-        if name not in self._tenants and len(self._tenants) < MOST_TENANTS:
+        if name not in self._tenants and len(self._tenants) < MAX_NAMED_TENANTS:
             self._tenants.add(name)
-        return name if name in self._tenants else OTHER
+        return name if name in self._tenants else OTHER_TENANTS
 
     # ── What is the case
 
@@ -127,7 +127,7 @@ class Metrics:
             waiting = worker.waiting_of(tenant)
             others -= waiting
             by_tenant.add_metric([tenant], waiting)
-        by_tenant.add_metric([OTHER], max(others, 0))
+        by_tenant.add_metric([OTHER_TENANTS], max(others, 0))
         yield by_tenant
 
     async def page(self, service: Service, accept: str, tenant: str) -> Response:
@@ -148,7 +148,9 @@ class _Seen(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._all.collect():
-            own = [row for row in metric.samples if row.labels.get("tenant", self._tenant) in (self._tenant, OTHER)]
+            own = [
+                row for row in metric.samples if row.labels.get("tenant", self._tenant) in (self._tenant, OTHER_TENANTS)
+            ]
             if len(own) < len(metric.samples):
                 metric.samples = own
             yield metric

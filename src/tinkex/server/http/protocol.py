@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MOST_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 """Of the request line and the headers. What came with the first read, some 256 KB at most, is not counted."""
 
 
@@ -17,8 +17,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if was_in_head and self._is_in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"The headers are larger than {MOST_HEAD_BYTES} bytes.")
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The headers are larger than {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         self._is_in_head, self._head_bytes = True, 0

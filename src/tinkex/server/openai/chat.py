@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import orjson
 
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 
 
-class BadField(Refused):
+class BadField(RequestRejected):
     """A field that cannot be honoured; OpenAI's error names it as `param`."""
 
     def __init__(self, param: str, problem: str, code: str = "invalid_value") -> None:

@@ -15,16 +15,16 @@ from typing import Any, Final
 from tinkex.engine.contract import ModelInfo, SampleSpec
 from tinkex.server.openai.chat import BadField, read_messages, read_tools
 
-MOST_CHOICES: Final = 128
-MOST_PROMPTS: Final = 2048
-MOST_LOGPROBS: Final = 20
-MOST_STOPS: Final = 16
-COMPLETION_TOKENS: Final = 16
+MAX_CHOICES: Final = 128
+MAX_PROMPTS: Final = 2048
+MAX_LOGPROBS: Final = 20
+MAX_STOPS: Final = 16
+DEFAULT_COMPLETION_TOKENS: Final = 16
 """What a completion gets unless it asks for more, as at OpenAI. A chat gets what the context has room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class CompletionOptions:
     """What completions and chats have in common. None where the caller leaves it to the service."""
 
     model: str
@@ -52,7 +52,7 @@ class Wish:
 class Completion:
     """`prompts` are texts or tokens. With `is_echoed` the answer begins with the prompt."""
 
-    wish: Wish
+    wish: CompletionOptions
     prompts: tuple[str | tuple[int, ...], ...]
     is_echoed: bool = False
     add_special_tokens: bool = True
@@ -60,7 +60,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    wish: Wish
+    wish: CompletionOptions
     messages: list[dict[str, Any]]
     """As chat templates want them: content is text, a call's arguments are an object."""
     tools: list[dict[str, Any]] | None = None
@@ -69,28 +69,30 @@ class Chat:
 
 
 def read_completion(body: Mapping[str, Any]) -> Completion:
-    given = _given(body, _REFUSED | _REFUSED_IN_COMPLETIONS)
-    n = _whole(given, "n", 1, 1, MOST_CHOICES)
-    if _whole(given, "best_of", n, 1, MOST_CHOICES) != n:
+    given = _given(body, _UNSUPPORTED | _UNSUPPORTED_IN_COMPLETIONS)
+    n = _whole(given, "n", 1, 1, MAX_CHOICES)
+    if _whole(given, "best_of", n, 1, MAX_CHOICES) != n:
         raise BadField("best_of", "this service returns every sample it draws. Set n instead.", "unsupported")
     prompts = _prompts(given.get("prompt"))
-    is_echoed = _claim(given, "echo")
+    is_echoed = _boolean(given, "echo")
     # A completion without new tokens is the way to score a prompt.
-    wish = _wish(given, COMPLETION_TOKENS, _whole_or_none(given, "logprobs", 0, MOST_LOGPROBS), 0 if is_echoed else 1)
-    if len(prompts) * n > MOST_PROMPTS:
-        raise BadField("prompt", f"{len(prompts)} prompts with n={n} are more than {MOST_PROMPTS} choices.")
+    wish = _options(
+        given, DEFAULT_COMPLETION_TOKENS, _whole_or_none(given, "logprobs", 0, MAX_LOGPROBS), 0 if is_echoed else 1
+    )
+    if len(prompts) * n > MAX_PROMPTS:
+        raise BadField("prompt", f"{len(prompts)} prompts with n={n} are more than {MAX_PROMPTS} choices.")
     return Completion(
         wish=wish,
         prompts=prompts,
         is_echoed=is_echoed,
-        add_special_tokens=_claim(given, "add_special_tokens", default=True),
+        add_special_tokens=_boolean(given, "add_special_tokens", default=True),
     )
 
 
 def read_chat(body: Mapping[str, Any]) -> Chat:
-    given = _given(body, _REFUSED | _REFUSED_IN_CHATS)
-    top_logprobs = _whole_or_none(given, "top_logprobs", 0, MOST_LOGPROBS)
-    wants_logprobs = _claim(given, "logprobs")
+    given = _given(body, _UNSUPPORTED | _UNSUPPORTED_IN_CHATS)
+    top_logprobs = _whole_or_none(given, "top_logprobs", 0, MAX_LOGPROBS)
+    wants_logprobs = _boolean(given, "logprobs")
     if top_logprobs and not wants_logprobs:
         raise BadField("top_logprobs", "needs logprobs to be true.")
     if any(kind != "text" for kind in _list(given, "modalities")):
@@ -99,16 +101,22 @@ def read_chat(body: Mapping[str, Any]) -> Chat:
     if not isinstance(extras, dict):
         raise BadField("chat_template_kwargs", "must be an object.")
     return Chat(
-        wish=_wish(given, None, (top_logprobs or 0) if wants_logprobs else None, 1),
+        wish=_options(given, None, (top_logprobs or 0) if wants_logprobs else None, 1),
         messages=read_messages(given.get("messages")),
         tools=read_tools(given.get("tools", []), given.get("tool_choice", "auto")),
-        add_generation_prompt=_claim(given, "add_generation_prompt", default=True),
+        add_generation_prompt=_boolean(given, "add_generation_prompt", default=True),
         template_extras=extras,
     )
 
 
 def spec_of(
-    wish: Wish, info: ModelInfo, weights: str | None, prompt: Sequence[int], seed: int, *, is_echoed: bool = False
+    wish: CompletionOptions,
+    info: ModelInfo,
+    weights: str | None,
+    prompt: Sequence[int],
+    seed: int,
+    *,
+    is_echoed: bool = False,
 ) -> SampleSpec:
     """One prompt of a request in the engine's words."""
     if not prompt:
@@ -161,7 +169,9 @@ def seeds_of(seed: int | None, prompts: int) -> list[int]:
     return [seed % (1 << 63), *(int.from_bytes(digest, "little") >> 1 for digest in mixed)]
 
 
-def _wish(given: Mapping[str, Any], default_tokens: int | None, top_logprobs: int | None, least_tokens: int) -> Wish:
+def _options(
+    given: Mapping[str, Any], default_tokens: int | None, top_logprobs: int | None, least_tokens: int
+) -> CompletionOptions:
     model = given.get("model")
     if not isinstance(model, str) or not model:
         raise BadField("model", "is missing. Name a base model, or a tinker://…/sampler_weights/… path.")
@@ -171,9 +181,9 @@ def _wish(given: Mapping[str, Any], default_tokens: int | None, top_logprobs: in
     if top_p == 0:  # keeps the likeliest token alone
         top_p, top_k = 1.0, 1
     options = given.get("stream_options", {})
-    return Wish(
+    return CompletionOptions(
         model=model,
-        n=_whole(given, "n", 1, 1, MOST_CHOICES),
+        n=_whole(given, "n", 1, 1, MAX_CHOICES),
         max_tokens=default_tokens if max_tokens is None else max_tokens,
         temperature=_number(given, "temperature", 1.0, 0, 100),
         top_p=top_p,
@@ -185,9 +195,9 @@ def _wish(given: Mapping[str, Any], default_tokens: int | None, top_logprobs: in
         seed=_whole_or_none(given, "seed", -(2**63), 2**63 - 1),
         stop=_stops(given.get("stop")),
         stop_token_ids=_tokens(_list(given, "stop_token_ids"), "stop_token_ids"),
-        ignore_eos=_claim(given, "ignore_eos"),
+        ignore_eos=_boolean(given, "ignore_eos"),
         top_logprobs=top_logprobs,
-        is_streamed=_claim(given, "stream"),
+        is_streamed=_boolean(given, "stream"),
         with_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
 
@@ -215,8 +225,8 @@ def _tokens(entries: Sequence[object], at: str) -> tuple[int, ...]:
 
 def _stops(stop: object) -> tuple[str, ...]:
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
-        raise BadField("stop", f"must be a text, or a list of at most {MOST_STOPS} texts.")
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise BadField("stop", f"must be a text, or a list of at most {MAX_STOPS} texts.")
     if not all(isinstance(entry, str) and entry for entry in stops):
         raise BadField("stop", "each entry must be a text with at least one character.")
     return tuple(stops)
@@ -224,7 +234,7 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 # ── Fields that are refused, and how fields are read
 
-_REFUSED: Final = {
+_UNSUPPORTED: Final = {
     "logit_bias": "logits cannot be biased here",
     "min_tokens": "a least number of tokens cannot be asked for here",
     "prompt_logprobs": "ask for echo and logprobs in a completion instead",
@@ -234,8 +244,10 @@ _REFUSED: Final = {
     "guided_grammar": "answers cannot be constrained to a format here",
     "structured_outputs": "answers cannot be constrained to a format here",
 }
-_REFUSED_IN_COMPLETIONS: Final = {"suffix": "text cannot be inserted here; a completion only goes on from its prompt"}
-_REFUSED_IN_CHATS: Final = {
+_UNSUPPORTED_IN_COMPLETIONS: Final = {
+    "suffix": "text cannot be inserted here; a completion only goes on from its prompt"
+}
+_UNSUPPORTED_IN_CHATS: Final = {
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
     "audio": "this service answers with text only",
@@ -285,7 +297,7 @@ def _number(given: Mapping[str, Any], name: str, default: float, least: float, m
     return float(value)
 
 
-def _claim(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+def _boolean(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise BadField(name, f"is {str(value)[:50]}; it must be true or false.")

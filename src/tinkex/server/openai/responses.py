@@ -12,17 +12,17 @@ from typing import Any, Final, Literal
 
 from tinkex.engine.contract import EngineDied, EngineFault, Sampled, SampleEvent
 from tinkex.errors import ValidationError
-from tinkex.server.http.errors import Refused, bad
+from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.openai.chat import BadField
-from tinkex.server.openai.requests import Wish
+from tinkex.server.openai.requests import CompletionOptions
 from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer
 
-LEAST_LOGPROB: Final = -9999.0
+MIN_LOGPROB: Final = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogprobEntry:
     """A token, and where in the text it begins."""
 
     token: int
@@ -32,16 +32,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TextPiece:
     """The next part of a choice; the last one has the reason why it ends."""
 
     index: int
     text: str
-    entries: Sequence[Entry] = ()
+    entries: Sequence[LogprobEntry] = ()
     finish_reason: str | None = None
 
 
-class Text:
+class TextUntilStop:
     """The text of one sequence as its tokens come, up to the first stop string."""
 
     def __init__(self, decoder: Decoder, stops: Sequence[str], length: int = 0) -> None:
@@ -87,17 +87,17 @@ def _overlap(text: str, stop: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class RenderedPrompt:
     """A prompt of the request. `echo` is its text if the answer begins with it."""
 
     tokens: Sequence[int]
     echo: str | None = None
 
 
-class Answer:
+class CompletionBuilder:
     """All choices of a request. `feed` it the events of each prompt; it says what can be told of them now."""
 
-    def __init__(self, wish: Wish, tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, wish: CompletionOptions, tokenizer: ModelTokenizer, prompts: Sequence[RenderedPrompt]) -> None:
         self._wish = wish
         self._prompts = prompts
         self._tokenizer = tokenizer
@@ -108,7 +108,7 @@ class Answer:
         self._sampled_tokens = 0
         self._cached_tokens = 0
 
-    def feed(self, prompt: int, event: SampleEvent) -> list[Piece]:
+    def feed(self, prompt: int, event: SampleEvent) -> list[TextPiece]:
         """What an event of this prompt adds."""
         first = prompt * self._wish.n
         if not isinstance(event, Sampled):
@@ -135,27 +135,27 @@ class Answer:
 
 
 class _Choice:
-    def __init__(self, index: int, wish: Wish, tokenizer: ModelTokenizer, prompt: Prompt) -> None:
+    def __init__(self, index: int, wish: CompletionOptions, tokenizer: ModelTokenizer, prompt: RenderedPrompt) -> None:
         self._index = index
         self._wish = wish
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._text = Text(Decoder(tokenizer, prompt.tokens), wish.stop, len(prompt.echo or ""))
+        self._text = TextUntilStop(Decoder(tokenizer, prompt.tokens), wish.stop, len(prompt.echo or ""))
         self._seen = 0
-        self._entries: list[Entry] = []
+        self._entries: list[LogprobEntry] = []
         self._is_echo_due = prompt.echo is not None
         self.wants_tokens = wish.max_tokens != 0
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece | None:
+    def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> TextPiece | None:
         """Some more tokens of a stream."""
         text = self._echo() + self._take(tokens, logprobs, None)
         return self._piece(text) if text else None
 
-    def finish(self, sampled: Sampled, place: int) -> Piece:
+    def finish(self, sampled: Sampled, place: int) -> TextPiece:
         """The whole sequence is known: what was not pushed before, and the end."""
         sequence = sampled.sequences[place]
         if self._is_echo_due and self._wish.top_logprobs is not None:
-            self._entries += prompt_entries(self._tokenizer, self._prompt, sampled)
+            self._entries += prompt_logprob_entries(self._tokenizer, self._prompt, sampled)
         text, finish_reason = self._echo(), "length"
         if self.wants_tokens:
             rest = slice(self._seen, None)
@@ -175,26 +175,26 @@ class _Choice:
         pieces = []
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             if self._wish.top_logprobs is not None:
-                self._entries.append(Entry(token, logprob, () if top is None else top[place], self._text.offset))
+                self._entries.append(LogprobEntry(token, logprob, () if top is None else top[place], self._text.offset))
             pieces.append(self._text.push(token))
         self._seen += len(tokens)
         return "".join(pieces)
 
-    def _piece(self, text: str, finish_reason: str | None = None) -> Piece:
+    def _piece(self, text: str, finish_reason: str | None = None) -> TextPiece:
         # A token inside a stop string begins where the text ends.
         end = self._text.length
-        entries = [Entry(row.token, row.logprob, row.top, min(row.offset, end)) for row in self._entries]
+        entries = [LogprobEntry(row.token, row.logprob, row.top, min(row.offset, end)) for row in self._entries]
         self._entries = []
-        return Piece(index=self._index, text=text, entries=entries, finish_reason=finish_reason)
+        return TextPiece(index=self._index, text=text, entries=entries, finish_reason=finish_reason)
 
 
-def prompt_entries(tokenizer: ModelTokenizer, prompt: Prompt, sampled: Sampled) -> list[Entry]:
+def prompt_logprob_entries(tokenizer: ModelTokenizer, prompt: RenderedPrompt, sampled: Sampled) -> list[LogprobEntry]:
     """The tokens of an echoed prompt. The first has no log-probability: nothing stands before it."""
-    text, entries = Text(Decoder(tokenizer), ()), []
+    text, entries = TextUntilStop(Decoder(tokenizer), ()), []
     logprobs = sampled.prompt_logprobs or [None] * len(prompt.tokens)
     tops = sampled.topk_prompt or [None] * len(prompt.tokens)
     for token, logprob, top in zip(prompt.tokens, logprobs, tops, strict=True):
-        entries.append(Entry(token, logprob, top or (), min(text.offset, len(prompt.echo or ""))))
+        entries.append(LogprobEntry(token, logprob, top or (), min(text.offset, len(prompt.echo or ""))))
         text.push(token)
     return entries
 
@@ -204,7 +204,9 @@ def prompt_entries(tokenizer: ModelTokenizer, prompt: Prompt, sampled: Sampled) 
 Style = Literal["completion", "chat"]
 
 
-def whole_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, pieces: Sequence[Piece]) -> dict[str, Any]:
+def whole_choice(
+    style: Style, tokenizer: ModelTokenizer, wish: CompletionOptions, pieces: Sequence[TextPiece]
+) -> dict[str, Any]:
     """A choice of an answer that is not streamed."""
     text = "".join(piece.text for piece in pieces)
     entries = [entry for piece in pieces for entry in piece.entries]
@@ -218,7 +220,9 @@ def whole_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, pieces: Se
     return {**choice, "message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-def chunk_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, piece: Piece, is_first: bool) -> dict[str, Any]:
+def chunk_choice(
+    style: Style, tokenizer: ModelTokenizer, wish: CompletionOptions, piece: TextPiece, is_first: bool
+) -> dict[str, Any]:
     """A choice of one chunk of a stream."""
     choice = {
         "index": piece.index,
@@ -231,7 +235,9 @@ def chunk_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, piece: Pie
     return {**choice, "delta": {**delta, "content": piece.text} if piece.text or is_first else delta}
 
 
-def logprobs_of(style: Style, tokenizer: ModelTokenizer, wish: Wish, entries: Sequence[Entry]) -> dict[str, Any] | None:
+def logprobs_of(
+    style: Style, tokenizer: ModelTokenizer, wish: CompletionOptions, entries: Sequence[LogprobEntry]
+) -> dict[str, Any] | None:
     if wish.top_logprobs is None:
         return None
     if style == "chat":
@@ -244,7 +250,7 @@ def logprobs_of(style: Style, tokenizer: ModelTokenizer, wish: Wish, entries: Se
     }
 
 
-def _top(tokenizer: ModelTokenizer, entry: Entry) -> dict[str, float] | None:
+def _top(tokenizer: ModelTokenizer, entry: LogprobEntry) -> dict[str, float] | None:
     """The likeliest tokens, and the one that is there even if it is not among them."""
     if entry.logprob is None:
         return None
@@ -252,11 +258,11 @@ def _top(tokenizer: ModelTokenizer, entry: Entry) -> dict[str, float] | None:
     for token, logprob in (*entry.top, (entry.token, entry.logprob)):
         # Two tokens may have one text; the likelier one is meant.
         name = _name(tokenizer, token)
-        named[name] = max(named.get(name, LEAST_LOGPROB), _finite(logprob))
+        named[name] = max(named.get(name, MIN_LOGPROB), _finite(logprob))
     return named
 
 
-def _chat_entry(tokenizer: ModelTokenizer, entry: Entry) -> dict[str, Any]:
+def _chat_entry(tokenizer: ModelTokenizer, entry: LogprobEntry) -> dict[str, Any]:
     top = [_chat_token(tokenizer, token, logprob) for token, logprob in entry.top]
     return {**_chat_token(tokenizer, entry.token, entry.logprob or 0.0), "top_logprobs": top}
 
@@ -276,7 +282,7 @@ def _name(tokenizer: ModelTokenizer, token: int) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB) if logprob == logprob else LEAST_LOGPROB
+    return max(logprob, MIN_LOGPROB) if logprob == logprob else MIN_LOGPROB
 
 
 # ── Errors
@@ -284,26 +290,26 @@ def _finite(logprob: float) -> float:
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-def refusal_of(problem: Exception) -> Refused | None:
+def as_rejected(problem: Exception) -> RequestRejected | None:
     """What is to be said of a problem; None if it is not one that anybody foresaw."""
     match problem:
-        case Refused(code="unknown_base_model" | "unknown_checkpoint"):
-            return Refused(404, problem.detail, "model_not_found")
-        case Refused():
+        case RequestRejected(code="unknown_base_model" | "unknown_checkpoint"):
+            return RequestRejected(404, problem.detail, "model_not_found")
+        case RequestRejected():
             return problem
         case ValidationError():
-            return bad(str(problem), "invalid")
+            return bad_request(str(problem), "invalid")
         case EngineFault(category="user"):
-            return bad(str(problem), "invalid")
+            return bad_request(str(problem), "invalid")
         case EngineFault():
-            return Refused(500, str(problem), "engine_failed", "server")
+            return RequestRejected(500, str(problem), "engine_failed", "server")
         case EngineDied():
             detail = "The engine died and is being started again. Ask again in a moment."
-            return Refused(503, detail, "engine_restarting", "server", {"retry-after": "2"})
+            return RequestRejected(503, detail, "engine_restarting", "server", {"retry-after": "2"})
     return None
 
 
-def error_of(refused: Refused) -> dict[str, Any]:
+def error_body(refused: RequestRejected) -> dict[str, Any]:
     """OpenAI's form of an error."""
     kind = _TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     param = refused.param if isinstance(refused, BadField) else None

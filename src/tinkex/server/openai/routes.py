@@ -16,17 +16,25 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tinkex.engine.contract import Sampled, SampleEvent, SampleSpec
-from tinkex.server.http.errors import Refused, answer
-from tinkex.server.http.requests import body_of, service_of, tenant_of
-from tinkex.server.openai.requests import Chat, Completion, Wish, read_chat, read_completion, seeds_of, spec_of
+from tinkex.server.http.errors import RequestRejected, json_response
+from tinkex.server.http.requests import read_json, service_of, tenant_of
+from tinkex.server.openai.requests import (
+    Chat,
+    Completion,
+    CompletionOptions,
+    read_chat,
+    read_completion,
+    seeds_of,
+    spec_of,
+)
 from tinkex.server.openai.responses import (
-    Answer,
-    Piece,
-    Prompt,
+    CompletionBuilder,
+    RenderedPrompt,
     Style,
+    TextPiece,
+    as_rejected,
     chunk_choice,
-    error_of,
-    refusal_of,
+    error_body,
     whole_choice,
 )
 from tinkex.server.sampling.sample_queue import Sampling, Target
@@ -35,13 +43,13 @@ from tinkex.server.service import Service
 
 logger = logging.getLogger("tinkex.server")
 
-AT_ONCE: Final = 16
+MAX_PROMPTS_AT_ONCE: Final = 16
 """Prompts of one request that are sampled at the same time, so that a long list does not fill the queue by itself."""
 FIRST_EVENT_S: Final = 0.5
 """A stream waits so long for a first word or a refusal: after its headers are sent, a status can no longer be."""
 QUIET_S: Final = 15.0
 """A comment is sent into a stream that has been silent for so long, lest a proxy think it dead."""
-MOST_LISTED: Final = 1000
+MAX_LISTED_CHECKPOINTS: Final = 1000
 GONE: Final = 499
 """The status for a client that hung up. Nobody reads it but the metrics."""
 
@@ -54,16 +62,16 @@ async def list_models(request: Request) -> Response:
     service, tenant = service_of(request), tenant_of(request)
     entries = [_model(name, 0, model.name) for model in service.catalog.models for name in model.names]
     saved, _ = await service.db(
-        lambda: service.store.list_checkpoints(tenant, None, 0, MOST_LISTED, service.clock.wall())
+        lambda: service.store.list_checkpoints(tenant, None, 0, MAX_LISTED_CHECKPOINTS, service.clock.wall())
     )
     entries += [_model(row.path, row.created_at, row.base_model) for row in saved if row.kind == "sampler_weights"]
-    return answer({"object": "list", "data": entries})
+    return json_response({"object": "list", "data": entries})
 
 
 async def get_model(request: Request) -> Response:
     name = request.path_params["name"]
     target = await _open(service_of(request), tenant_of(request), name)
-    return answer(_model(name, 0, target.info.name))
+    return json_response(_model(name, 0, target.info.name))
 
 
 def _model(name: str, created_at: float, base: str) -> dict[str, Any]:
@@ -71,7 +79,7 @@ def _model(name: str, created_at: float, base: str) -> dict[str, Any]:
 
 
 async def completions(request: Request) -> Response:
-    asked = read_completion(await body_of(request))
+    asked = read_completion(await read_json(request))
     service, tenant = service_of(request), tenant_of(request)
     target = await _open(service, tenant, asked.wish.model)
     job = await asyncio.to_thread(_completion_job, service, target, asked)
@@ -79,7 +87,7 @@ async def completions(request: Request) -> Response:
 
 
 async def chat_completions(request: Request) -> Response:
-    asked = read_chat(await body_of(request))
+    asked = read_chat(await read_json(request))
     service, tenant = service_of(request), tenant_of(request)
     target = await _open(service, tenant, asked.wish.model)
     job = await asyncio.to_thread(_chat_job, service, target, asked)
@@ -87,7 +95,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def unknown(request: Request) -> Response:
-    raise Refused(
+    raise RequestRejected(
         404,
         f"{request.method} {request.url.path[:200]} is not part of this service. It has GET models, POST completions "
         "and POST chat/completions.",
@@ -106,19 +114,19 @@ async def _open(service: Service, tenant: str, model: str) -> Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CompletionJob:
     """A request that is ready to be sampled."""
 
     id: str
     style: Style
-    wish: Wish
+    wish: CompletionOptions
     target: Target
     tokenizer: ModelTokenizer
-    prompts: Sequence[Prompt]
+    prompts: Sequence[RenderedPrompt]
     specs: Sequence[SampleSpec]
 
 
-def _completion_job(service: Service, target: Target, asked: Completion) -> Job:
+def _completion_job(service: Service, target: Target, asked: Completion) -> CompletionJob:
     tokenizer = service.tokenizers.load(target.info.name)
     prompts = []
     for prompt in asked.prompts:
@@ -126,11 +134,11 @@ def _completion_job(service: Service, target: Target, asked: Completion) -> Job:
             tokens, text = tokenizer.encode(prompt, asked.add_special_tokens), prompt
         else:
             tokens, text = list(prompt), tokenizer.decode(prompt) if asked.is_echoed else ""
-        prompts.append(Prompt(tokens=tokens, echo=text if asked.is_echoed else None))
+        prompts.append(RenderedPrompt(tokens=tokens, echo=text if asked.is_echoed else None))
     return _job("completion", asked.wish, target, tokenizer, prompts)
 
 
-def _chat_job(service: Service, target: Target, asked: Chat) -> Job:
+def _chat_job(service: Service, target: Target, asked: Chat) -> CompletionJob:
     tokenizer = service.tokenizers.load(target.info.name)
     text = tokenizer.chat.render(
         target.info.name,
@@ -140,17 +148,19 @@ def _chat_job(service: Service, target: Target, asked: Chat) -> Job:
         extras=asked.template_extras,
     )
     # The template writes the special tokens itself.
-    prompt = Prompt(tokens=tokenizer.encode(text, add_special_tokens=False))
+    prompt = RenderedPrompt(tokens=tokenizer.encode(text, add_special_tokens=False))
     return _job("chat", asked.wish, target, tokenizer, [prompt])
 
 
-def _job(style: Style, wish: Wish, target: Target, tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> Job:
+def _job(
+    style: Style, wish: CompletionOptions, target: Target, tokenizer: ModelTokenizer, prompts: Sequence[RenderedPrompt]
+) -> CompletionJob:
     specs = [
         spec_of(wish, target.info, target.weights, prompt.tokens, seed, is_echoed=prompt.echo is not None)
         for prompt, seed in zip(prompts, seeds_of(wish.seed, len(prompts)), strict=True)
     ]
     prefix = "cmpl" if style == "completion" else "chatcmpl"
-    return Job(
+    return CompletionJob(
         id=f"{prefix}-{uuid4().hex}",
         style=style,
         wish=wish,
@@ -161,14 +171,14 @@ def _job(style: Style, wish: Wish, target: Target, tokenizer: ModelTokenizer, pr
     )
 
 
-class Samples:
+class SampleEvents:
     """The events of several prompts as one sequence of (prompt, event). Closing it cancels what is not finished."""
 
-    def __init__(self, sampling: Sampling, tenant: str, job: Job) -> None:
+    def __init__(self, sampling: Sampling, tenant: str, job: CompletionJob) -> None:
         self._events: asyncio.Queue[tuple[int, SampleEvent] | Exception] = asyncio.Queue()
         self._first: tuple[int, SampleEvent] | None = None
         self._left = len(job.specs)
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._room = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
         self._tasks = [
             asyncio.create_task(self._sample(sampling, tenant, job.target, place, spec))
             for place, spec in enumerate(job.specs)
@@ -216,8 +226,8 @@ class Samples:
 # ── From samples to an answer
 
 
-async def _respond(request: Request, service: Service, tenant: str, job: Job) -> Response:
-    samples = Samples(service.sampling, tenant, job)
+async def _respond(request: Request, service: Service, tenant: str, job: CompletionJob) -> Response:
+    samples = SampleEvents(service.sampling, tenant, job)
     created = int(service.clock.wall())
     if not job.wish.is_streamed:
         try:
@@ -232,7 +242,7 @@ async def _respond(request: Request, service: Service, tenant: str, job: Job) ->
     return EventStream(_lines(samples, job, created), samples)
 
 
-async def _whole(request: Request, samples: Samples, job: Job, created: int) -> Response:
+async def _whole(request: Request, samples: SampleEvents, job: CompletionJob, created: int) -> Response:
     """The answer in one piece. Nobody waits for it any more if the client is gone."""
     collected = asyncio.create_task(_collect(samples))
     gone = asyncio.create_task(_gone(request))
@@ -247,7 +257,7 @@ async def _whole(request: Request, samples: Samples, job: Job, created: int) -> 
     return await asyncio.to_thread(_answer, events, job, created)
 
 
-async def _collect(samples: Samples) -> list[tuple[int, SampleEvent]]:
+async def _collect(samples: SampleEvents) -> list[tuple[int, SampleEvent]]:
     events = []
     while (event := await samples.next()) is not None:
         events.append(event)
@@ -259,24 +269,24 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _answer(events: Sequence[tuple[int, SampleEvent]], job: Job, created: int) -> Response:
-    told = Answer(job.wish, job.tokenizer, job.prompts)
-    pieces: dict[int, list[Piece]] = {}
+def _answer(events: Sequence[tuple[int, SampleEvent]], job: CompletionJob, created: int) -> Response:
+    told = CompletionBuilder(job.wish, job.tokenizer, job.prompts)
+    pieces: dict[int, list[TextPiece]] = {}
     for place, event in events:
         for piece in told.feed(place, event):
             pieces.setdefault(piece.index, []).append(piece)
     choices = [whole_choice(job.style, job.tokenizer, job.wish, pieces[index]) for index in sorted(pieces)]
     kind = "text_completion" if job.style == "completion" else "chat.completion"
-    return answer({**_head(job, kind, created), "choices": choices, "usage": told.usage})
+    return json_response({**_head(job, kind, created), "choices": choices, "usage": told.usage})
 
 
-def _head(job: Job, kind: str, created: int) -> dict[str, Any]:
+def _head(job: CompletionJob, kind: str, created: int) -> dict[str, Any]:
     return {"id": job.id, "object": kind, "created": created, "model": job.wish.model}
 
 
-async def _lines(samples: Samples, job: Job, created: int) -> AsyncIterator[bytes]:
+async def _lines(samples: SampleEvents, job: CompletionJob, created: int) -> AsyncIterator[bytes]:
     """The lines of a stream. An error is one of them, and the last: the status is sent already."""
-    told = Answer(job.wish, job.tokenizer, job.prompts)
+    told = CompletionBuilder(job.wish, job.tokenizer, job.prompts)
     head = _head(job, "text_completion" if job.style == "completion" else "chat.completion.chunk", created)
     with_usage = {"usage": None} if job.wish.with_usage else {}
     begun: set[int] = set()
@@ -298,7 +308,7 @@ async def _lines(samples: Samples, job: Job, created: int) -> AsyncIterator[byte
             yield _line({**head, "choices": [], "usage": told.usage})
         yield b"data: [DONE]\n\n"
     except Exception as problem:
-        yield _line(error_of(_refusal(problem)))
+        yield _line(error_body(_refusal(problem)))
 
 
 def _line(content: Any) -> bytes:
@@ -308,7 +318,7 @@ def _line(content: Any) -> bytes:
 class EventStream(StreamingResponse):
     """A stream whose samples end with it, however it ends."""
 
-    def __init__(self, lines: AsyncIterator[bytes], samples: Samples) -> None:
+    def __init__(self, lines: AsyncIterator[bytes], samples: SampleEvents) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(lines, headers=headers, media_type="text/event-stream")
         self._samples = samples
@@ -328,14 +338,16 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 def openai_error(problem: Exception) -> Response:
     """Any problem as OpenAI's clients expect it."""
     refused = _refusal(problem)
-    return answer(error_of(refused), refused.status, refused.headers)
+    return json_response(error_body(refused), refused.status, refused.headers)
 
 
-def _refusal(problem: Exception) -> Refused:
-    refused = refusal_of(problem)
+def _refusal(problem: Exception) -> RequestRejected:
+    refused = as_rejected(problem)
     if refused is None:
         logger.error("a request failed", exc_info=problem)
-        refused = Refused(500, "The service failed to answer this request; its log says why.", "internal", "server")
+        refused = RequestRejected(
+            500, "The service failed to answer this request; its log says why.", "internal", "server"
+        )
     return refused
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from tinkex.server.http.errors import as_response, not_found
+from tinkex.server.http.errors import error_response, not_found
 
 FOLDER: Final = Path(__file__).parents[1] / "console"
 PAGE: Final = "index.html"
@@ -51,21 +51,21 @@ HEADERS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ConsoleFile:
     content: bytes
     media_type: str
     etag: str
 
 
 async def page(request: Request) -> Response:
-    return _respond(request, (await asyncio.to_thread(parts))[PAGE], {"vary": "Accept"})
+    return _respond(request, (await asyncio.to_thread(console_files))[PAGE], {"vary": "Accept"})
 
 
-async def part(request: Request) -> Response:
+async def console_file(request: Request) -> Response:
     name = request.path_params["name"]
-    found = (await asyncio.to_thread(parts)).get(name)
+    found = (await asyncio.to_thread(console_files)).get(name)
     if found is None or name == PAGE:
-        return as_response(not_found("file", name))
+        return error_response(not_found("file", name))
     return _respond(request, found)
 
 
@@ -75,10 +75,10 @@ async def to_page(request: Request) -> Response:
 
 
 @functools.cache
-def parts() -> Mapping[str, Part]:
+def console_files() -> Mapping[str, ConsoleFile]:
     """All of them by name, read once: what a client asks for is looked up here and never becomes a path."""
     return {
-        file.name: Part(content := file.read_bytes(), MEDIA_TYPES[file.suffix], _etag(content))
+        file.name: ConsoleFile(content := file.read_bytes(), MEDIA_TYPES[file.suffix], _etag(content))
         for file in sorted(FOLDER.iterdir())
         if file.suffix in MEDIA_TYPES
     }
@@ -92,7 +92,7 @@ def wants_page(request: Request) -> bool:
 ROUTES = [
     Route("/console", to_page),
     Route("/console/", to_page),
-    Route("/console/{name:path}", part),
+    Route("/console/{name:path}", console_file),
 ]
 
 
@@ -100,10 +100,10 @@ def _etag(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
-def _respond(request: Request, part: Part, more: Mapping[str, str] = {}) -> Response:
-    headers = {**HEADERS, **more, "etag": part.etag}
+def _respond(request: Request, file: ConsoleFile, more: Mapping[str, str] = {}) -> Response:
+    headers = {**HEADERS, **more, "etag": file.etag}
     # Proxies that compress mark a tag as weak; it still names these bytes.
     known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
-    if part.etag in known:
+    if file.etag in known:
         return Response(status_code=304, headers=headers)
-    return Response(part.content, headers=headers, media_type=part.media_type)
+    return Response(file.content, headers=headers, media_type=file.media_type)

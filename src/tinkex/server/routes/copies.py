@@ -16,10 +16,10 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.http.errors import answer, bad, not_found
-from tinkex.server.http.lookup import own_session, path_in, readable_checkpoint, ttl_in
-from tinkex.server.http.requests import body_of, service_of, tenant_of
-from tinkex.server.routes.account import note
+from tinkex.server.http.errors import bad_request, json_response, not_found
+from tinkex.server.http.lookup import find_readable_checkpoint, find_session, parse_ttl, require_checkpoint_path
+from tinkex.server.http.requests import read_json, service_of, tenant_of
+from tinkex.server.routes.account import write_audit
 from tinkex.server.routes.sessions import idempotency_key
 from tinkex.server.service import Service
 from tinkex.server.upkeep import folders
@@ -27,7 +27,7 @@ from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, S
 from tinkex.store.store import Duplicate
 
 
-class Place(NamedTuple):
+class CopyDestination(NamedTuple):
     """Where a checkpoint from elsewhere goes."""
 
     session: SessionRecord
@@ -41,19 +41,19 @@ class Place(NamedTuple):
 
 async def copy_weights(request: Request) -> Response:
     """A copy that is the caller's own, in a session of theirs or in one made for it."""
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     key = idempotency_key(request, "copy_weights")
     if key and (known := await service.db(service.store.recall, tenant, key)) is not None:
         return Response(known, media_type="application/json")
-    source = await readable_checkpoint(service, tenant, path_in(body, "source_path"))
-    ttl_s = ttl_in(body)
-    place = await _place(service, tenant, body, f"Copy of {source.path}")
+    source = await find_readable_checkpoint(service, tenant, require_checkpoint_path(body, "source_path"))
+    ttl_s = parse_ttl(body)
+    place = await _destination(service, tenant, body, f"Copy of {source.path}")
     path = f"tinker://{place.run_id}/{source.kind}/{source.name}"
     if await service.db(service.store.get_run, place.run_id) is not None:
         there = await service.db(service.store.get_checkpoint, path)
         if there is None or there.files != source.files:
             raise _taken(place)
-        return answer({"tinker_path": path})  # a retry of a copy that was made
+        return json_response({"tinker_path": path})  # a retry of a copy that was made
     now = service.clock.wall()
     data_dir = service.config.data_dir
     folder = folders.new_folder(data_dir, place.run_id, source.kind, source.name)
@@ -71,12 +71,12 @@ async def copy_weights(request: Request) -> Response:
         await asyncio.to_thread(_copy_files, data_dir, source, folder)
     except FileNotFoundError:  # deleted meanwhile
         raise not_found("checkpoint", source.path) from None
-    kept = await keep(service, place, copy, "copy_weights", key)
-    await note(service, tenant, "checkpoint.copy", copy.path, source=source.path)
+    kept = await add_copy(service, place, copy, "copy_weights", key)
+    await write_audit(service, tenant, "checkpoint.copy", copy.path, source=source.path)
     return Response(kept, media_type="application/json")
 
 
-async def keep(service: Service, place: Place, saved: CheckpointRecord, kind: str, key: str) -> bytes:
+async def add_copy(service: Service, place: CopyDestination, saved: CheckpointRecord, kind: str, key: str) -> bytes:
     """Make the rows, the checkpoint's last; returns the answer. Its folder goes if that cannot be."""
     try:
         return await service.db(_add_rows, service, place, saved, kind, key)
@@ -85,7 +85,7 @@ async def keep(service: Service, place: Place, saved: CheckpointRecord, kind: st
         raise _taken(place) from None
 
 
-def _add_rows(service: Service, place: Place, saved: CheckpointRecord, kind: str, key: str) -> bytes:
+def _add_rows(service: Service, place: CopyDestination, saved: CheckpointRecord, kind: str, key: str) -> bytes:
     store, now = service.store, saved.created_at
     if key and (known := store.recall(saved.tenant, key)) is not None:  # another attempt was faster
         folders.remove(service.config.data_dir, saved.folder)
@@ -124,20 +124,20 @@ def _add_rows(service: Service, place: Place, saved: CheckpointRecord, kind: str
     return store.remember(saved.tenant, key, content, now) if key else content
 
 
-async def _place(service: Service, tenant: str, body: dict[str, Any], display_name: str) -> Place:
+async def _destination(service: Service, tenant: str, body: dict[str, Any], display_name: str) -> CopyDestination:
     """The session and number that the body names, or a session of its own, in the project that the body names."""
     session_id, number = body.get("session_id"), body.get("model_seq_id")
     if session_id is None:
-        return new_place(service, tenant, display_name, body.get("destination_project_id"))
+        return new_destination(service, tenant, display_name, body.get("destination_project_id"))
     if not isinstance(session_id, str) or isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise bad("session_id must be text, and model_seq_id a whole number from 0.", "invalid")
-    return Place(await own_session(service, tenant, session_id), False, number)
+        raise bad_request("session_id must be text, and model_seq_id a whole number from 0.", "invalid")
+    return CopyDestination(await find_session(service, tenant, session_id), False, number)
 
 
-def new_place(service: Service, tenant: str, display_name: str, project_id: object = None) -> Place:
+def new_destination(service: Service, tenant: str, display_name: str, project_id: object = None) -> CopyDestination:
     """A session that ends where it begins: nobody keeps it alive, it only holds the run."""
     if project_id is not None and not isinstance(project_id, str):
-        raise bad("destination_project_id must be text.", "invalid")
+        raise bad_request("destination_project_id must be text.", "invalid")
     now = service.clock.wall()
     finished = {"reason": {"type": "success"}, "detail": display_name}
     session = SessionRecord(
@@ -149,16 +149,16 @@ def new_place(service: Service, tenant: str, display_name: str, project_id: obje
         display_name=display_name,
         finished=finished,
     )
-    return Place(session, True, 0)
+    return CopyDestination(session, True, 0)
 
 
-def _taken(place: Place) -> Exception:
-    return bad(f"{place.run_id} is taken by something else. Use another model_seq_id.", "run_exists")
+def _taken(place: CopyDestination) -> Exception:
+    return bad_request(f"{place.run_id} is taken by something else. Use another model_seq_id.", "run_exists")
 
 
 def _copy_files(data_dir: Path, source: CheckpointRecord, folder: str) -> None:
     """Complete or not there: made under another name and renamed."""
-    origin, target = folders.inside(data_dir, source.folder), folders.inside(data_dir, folder)
+    origin, target = folders.resolve_inside(data_dir, source.folder), folders.resolve_inside(data_dir, folder)
     part = target.with_name(f"{target.name}.part-{uuid4().hex[:8]}")
     part.mkdir()
     try:

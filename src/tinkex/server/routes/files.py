@@ -14,10 +14,10 @@ from starlette.routing import Route
 
 from tinkex.server.http import links, views
 from tinkex.server.http.downloads import ARCHIVE, Download, archive_of, file_of, respond
-from tinkex.server.http.errors import Refused, answer, as_response, not_found
-from tinkex.server.http.lookup import live_checkpoint, readable_checkpoint
+from tinkex.server.http.errors import RequestRejected, error_response, json_response, not_found
+from tinkex.server.http.lookup import find_live_checkpoint, find_readable_checkpoint
 from tinkex.server.http.requests import service_of, tenant_of
-from tinkex.server.routes.account import note
+from tinkex.server.routes.account import write_audit
 from tinkex.server.routes.imports import import_weights
 from tinkex.server.upkeep import folders
 from tinkex.store.records import CheckpointRecord
@@ -46,9 +46,9 @@ async def checkpoint_archive(request: Request) -> Response:
     expires_at = _expiry(request)
     url = _link(request, saved, ARCHIVE, expires_at)
     headers = {"expires": formatdate(expires_at, usegmt=True), "cache-control": "no-store"}
-    await note(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
+    await write_audit(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
     if request.query_params.get("redirect") == "false":
-        return answer({"url": url, "expires": views.time_text(expires_at)}, headers=headers)
+        return json_response({"url": url, "expires": views.time_text(expires_at)}, headers=headers)
     return Response(status_code=302, headers={"location": url, **headers})
 
 
@@ -57,8 +57,8 @@ async def external_weights_urls(request: Request) -> Response:
     saved = await _named(request)
     expires_at = _expiry(request)
     urls = {name: _link(request, saved, name, expires_at) for name in sorted(saved.files)}
-    await note(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
-    return answer({"urls": urls, "expires": views.time_text(expires_at)})
+    await write_audit(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
+    return json_response({"urls": urls, "expires": views.time_text(expires_at)})
 
 
 async def file(request: Request) -> Response:
@@ -66,7 +66,7 @@ async def file(request: Request) -> Response:
     service = service_of(request)
     token, name = request.path_params["token"], request.path_params["name"]
     path = links.verify(service.config.data_dir, token, service.clock.wall())
-    saved = await live_checkpoint(service, path)
+    saved = await find_live_checkpoint(service, path)
     if saved is None:
         raise not_found("checkpoint", path)
     if name != ARCHIVE and name not in saved.files:
@@ -84,7 +84,7 @@ async def tokenizer_file(request: Request) -> Response:
     tokenizer, name = request.path_params["tokenizer"], request.path_params["file"]
     try:
         model = service.catalog.find(tokenizer)
-    except Refused:
+    except RequestRejected:
         raise not_found("tokenizer", tokenizer) from None
     if name not in TOKENIZER_FILES:
         raise not_found("file", name)
@@ -104,7 +104,7 @@ def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as problem:  # an edge
-            return as_response(problem)
+            return error_response(problem)
 
     return run
 
@@ -118,11 +118,11 @@ ROUTES = [
 async def _named(request: Request) -> CheckpointRecord:
     """The checkpoint of the URL, if the caller may read it."""
     path = f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
-    return await readable_checkpoint(service_of(request), tenant_of(request), path)
+    return await find_readable_checkpoint(service_of(request), tenant_of(request), path)
 
 
 def _expiry(request: Request) -> int:
-    return int(service_of(request).clock.wall()) + links.LIFE_S
+    return int(service_of(request).clock.wall()) + links.LINK_LIFE_S
 
 
 def _link(request: Request, saved: CheckpointRecord, name: str, expires_at: int) -> str:
@@ -132,5 +132,5 @@ def _link(request: Request, saved: CheckpointRecord, name: str, expires_at: int)
 
 
 def _open(data_dir: Path, saved: CheckpointRecord, name: str) -> Download:
-    folder = folders.inside(data_dir, saved.folder)
+    folder = folders.resolve_inside(data_dir, saved.folder)
     return archive_of(saved, folder) if name == ARCHIVE else file_of(saved, folder, name)

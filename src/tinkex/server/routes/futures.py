@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.http.errors import Refused, answer, bad, not_found
-from tinkex.server.http.requests import IN_THREAD_BYTES, body_of, service_of, tenant_of
+from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
+from tinkex.server.http.requests import IN_THREAD_BYTES, read_json, service_of, tenant_of
 from tinkex.server.sampling.sample_queue import PREFIX, Sample
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
@@ -26,10 +26,10 @@ METADATA_OVER_BYTES = 1 << 20
 
 
 async def retrieve_future(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     request_id = body.get("request_id")
     if not isinstance(request_id, str) or not request_id:
-        raise bad("request_id is missing.", "no_request_id")
+        raise bad_request("request_id is missing.", "no_request_id")
     wants_protobuf = PROTOBUF in request.headers.get("accept", "").lower()
     may_be_metadata = body.get("allow_metadata_only") is True
     if request_id.startswith(PREFIX):
@@ -62,7 +62,7 @@ async def _stored(service: Service, row: OperationRecord) -> Outcome:
         return Outcome(row.tenant, error=row.error or "The operation failed.", category=row.category or "server")
     content = await service.db(service.store.result, row.request_id)
     if content is None or row.result_type is None:
-        raise Refused(410, f"The result of {row.request_id} was kept for a day and is gone.", "result_expired")
+        raise RequestRejected(410, f"The result of {row.request_id} was kept for a day and is gone.", "result_expired")
     return Outcome(row.tenant, content, row.result_type)
 
 
@@ -84,7 +84,9 @@ async def _sample(
 ) -> Response:
     sample = service.sampling.find(tenant, request_id)
     if sample is None:
-        raise Refused(410, f"The sample {request_id} is no longer here. Ask for it again.", "sample_lost", "server")
+        raise RequestRejected(
+            410, f"The sample {request_id} is no longer here. Ask for it again.", "sample_lost", "server"
+        )
     await service.sampling.wait(sample, service.waiters.hold_s(service.config.poll_hold_s))
     if not sample.is_done:
         return _not_yet(*service.sampling.queue_of(sample))
@@ -105,39 +107,39 @@ def _sample_result(sample: Sample, wants_protobuf: bool, may_be_metadata: bool) 
 
 
 async def retrieve_futures(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     target = body.get("target")
     sampler_id = target.get("sampling_session_id") if isinstance(target, dict) else None
     await service.sampling.sampler(tenant, sampler_id)
     cursor = body.get("prev_cursor") or 0
     if isinstance(cursor, bool) or not isinstance(cursor, int):
-        raise bad("prev_cursor must be a whole number.", "bad_cursor")
+        raise bad_request("prev_cursor must be a whole number.", "bad_cursor")
     hold_s = service.waiters.hold_s(service.config.poll_hold_s)
     found, upto = await service.sampling.completed(str(sampler_id), cursor, hold_s)
     completions = [{"state": state, "request_id": request_id} for request_id, state in found]
-    return answer({"completions": completions, "cursor": upto})
+    return json_response({"completions": completions, "cursor": upto})
 
 
 async def cancel_future(request: Request) -> Response:
     """Samples are taken back. Training that was accepted runs to its end: later operations build on it."""
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     request_id = body.get("request_id")
     sample = service.sampling.find(tenant, request_id) if isinstance(request_id, str) else None
     if sample is not None:
         service.sampling.cancel(sample)
-    return answer({})
+    return json_response({})
 
 
 def _not_yet(state: str, reason: str) -> Response:
-    return answer({"type": "try_again", "queue_state": state, "queue_state_reason": reason}, 408)
+    return json_response({"type": "try_again", "queue_state": state, "queue_state_reason": reason}, 408)
 
 
 def _failed(error: str, category: str) -> Response:
-    return answer({"error": error, "category": category})
+    return json_response({"error": error, "category": category})
 
 
 def _metadata(size: int) -> Response:
-    return answer({"status": "complete_metadata", "response_payload_size": size})
+    return json_response({"status": "complete_metadata", "response_payload_size": size})
 
 
 def _as_json(value: Value) -> Response:

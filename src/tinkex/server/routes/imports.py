@@ -12,15 +12,15 @@ from starlette.responses import Response
 
 from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo
 from tinkex.engine.frames import Frame
-from tinkex.server.http.errors import Refused, bad
-from tinkex.server.http.lookup import ttl_in
+from tinkex.server.http.errors import RequestRejected, bad_request
+from tinkex.server.http.lookup import parse_ttl
 from tinkex.server.http.requests import service_of, tenant_of
-from tinkex.server.routes.account import note
-from tinkex.server.routes.copies import keep, new_place
+from tinkex.server.routes.account import write_audit
+from tinkex.server.routes.copies import add_copy, new_destination
 from tinkex.server.service import Service
 from tinkex.server.training.checks import check_name
 from tinkex.server.upkeep import folders
-from tinkex.server.upkeep.adapter_files import Adapter, received, unpack
+from tinkex.server.upkeep.adapter_files import AdapterUpload, receive_archive, unpack
 from tinkex.store.records import CheckpointRecord
 
 
@@ -30,15 +30,15 @@ async def import_weights(request: Request) -> Response:
     model = service.catalog.find(query.get("base_model"))
     name = check_name(query.get("name"))
     ttl = query.get("ttl_seconds")
-    ttl_s = ttl_in({"ttl_seconds": int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl})
+    ttl_s = parse_ttl({"ttl_seconds": int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl})
     data_dir = service.config.data_dir
-    place = new_place(service, tenant, f"Import of {name}")
-    async with received(request, data_dir) as archive:
+    place = new_destination(service, tenant, f"Import of {name}")
+    async with receive_archive(request, data_dir) as archive:
         staged = archive.parent / "adapter"
         adapter = await asyncio.to_thread(unpack, archive, staged)
         await _try_out(service, model, adapter, staged)
         folder = folders.new_folder(data_dir, place.run_id, "weights", name)
-        await asyncio.to_thread(staged.replace, folders.inside(data_dir, folder))
+        await asyncio.to_thread(staged.replace, folders.resolve_inside(data_dir, folder))
     now = service.clock.wall()
     saved = CheckpointRecord(
         path=f"tinker://{place.run_id}/weights/{name}",
@@ -53,12 +53,12 @@ async def import_weights(request: Request) -> Response:
         expires_at=None if ttl_s is None else now + ttl_s,
         **asdict(adapter),
     )
-    kept = await keep(service, place, saved, "import_weights", "")
-    await note(service, tenant, "checkpoint.import", saved.path, size_bytes=saved.size_bytes)
+    kept = await add_copy(service, place, saved, "import_weights", "")
+    await write_audit(service, tenant, "checkpoint.import", saved.path, size_bytes=saved.size_bytes)
     return Response(kept, media_type="application/json")
 
 
-async def _try_out(service: Service, model: ModelInfo, adapter: Adapter, folder: Path) -> None:
+async def _try_out(service: Service, model: ModelInfo, adapter: AdapterUpload, folder: Path) -> None:
     """Have the engine load it once, so that what cannot be used is refused now and not at the first step."""
     name = f"import-{uuid4().hex}"
     flags = {flag: getattr(adapter, flag) for flag in ("train_attn", "train_mlp", "train_unembed")}
@@ -74,9 +74,9 @@ async def _try_out(service: Service, model: ModelInfo, adapter: Adapter, folder:
             await service.engine.run(Frame({"op": "drop", "adapter": name}))
     except EngineFault as problem:
         if problem.category != "user":
-            raise Refused(500, str(problem), "engine_failed", "server") from None
-        raise bad(str(problem), "bad_adapter") from None
+            raise RequestRejected(500, str(problem), "engine_failed", "server") from None
+        raise bad_request(str(problem), "bad_adapter") from None
     except EngineDied:
-        raise Refused(
+        raise RequestRejected(
             503, "The engine ended while it tried the adapter. Send it again.", "engine_died", "server"
         ) from None

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from tinkex.engine.contract import ModelInfo
 from tinkex.server.http import views
-from tinkex.server.http.errors import Refused, answer
-from tinkex.server.http.lookup import own_run, own_sampler, text_in
-from tinkex.server.http.requests import body_of, page_of, service_of, tenant_of
+from tinkex.server.http.errors import RequestRejected, json_response
+from tinkex.server.http.lookup import find_run, find_sampler, require_text
+from tinkex.server.http.requests import parse_page, read_json, service_of, tenant_of
 from tinkex.server.service import Service
 from tinkex.store.records import CheckpointRecord, RunRecord
 from tinkex.store.store import Store
@@ -24,7 +24,7 @@ _PAGE = 500
 async def list_training_runs(request: Request) -> Response:
     """`access_scope` makes no difference: a tenant's runs are its own."""
     service, tenant = service_of(request), tenant_of(request)
-    offset, limit = page_of(request, 20)
+    offset, limit = parse_page(request, 20)
     project_id = request.query_params.get("project_id")
     now = service.clock.wall()
 
@@ -34,29 +34,31 @@ async def list_training_runs(request: Request) -> Response:
         else:
             found = runs_in_project(service.store, tenant, project_id)
             runs, total = found[offset : offset + limit], len(found)
-        return [_shown(service.store, run, now) for run in runs], total
+        return [_view(service.store, run, now) for run in runs], total
 
     shown, total = await service.db(read)
-    return answer({"training_runs": shown, "cursor": views.cursor(offset, limit, total)})
+    return json_response({"training_runs": shown, "cursor": views.cursor(offset, limit, total)})
 
 
 async def get_training_run(request: Request) -> Response:
     service = service_of(request)
-    run = await own_run(service, tenant_of(request), request.path_params["run_id"])
-    return answer(await service.db(_shown, service.store, run, service.clock.wall()))
+    run = await find_run(service, tenant_of(request), request.path_params["run_id"])
+    return json_response(await service.db(_view, service.store, run, service.clock.wall()))
 
 
 async def get_info(request: Request) -> Response:
     service = service_of(request)
-    run = await own_run(service, tenant_of(request), text_in(await body_of(request), "model_id"), "model")
+    run = await find_run(service, tenant_of(request), require_text(await read_json(request), "model_id"), "model")
     info = views.run_info(run, _served(service, run.base_model))
     # Ours: a client that lost its own count (a crash, another process) goes on after the last number that came in.
-    return answer({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
+    return json_response({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
 
 
 async def get_sampler(request: Request) -> Response:
     service = service_of(request)
-    return answer(views.sampler(await own_sampler(service, tenant_of(request), request.path_params["sampler_id"])))
+    return json_response(
+        views.sampler(await find_sampler(service, tenant_of(request), request.path_params["sampler_id"]))
+    )
 
 
 def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
@@ -95,7 +97,7 @@ def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: floa
     return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in inside]
 
 
-def _shown(store: Store, run: RunRecord, now: float) -> dict[str, object]:
+def _view(store: Store, run: RunRecord, now: float) -> dict[str, object]:
     return views.training_run(run, checkpoints_of(store, run.tenant, run.id, now))
 
 
@@ -103,5 +105,5 @@ def _served(service: Service, base_model: str) -> ModelInfo | None:
     """The model of an old run need not be served any more."""
     try:
         return service.catalog.find(base_model)
-    except Refused:
+    except RequestRejected:
         return None

@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec
-from tinkex.server.http.errors import Refused, answer, bad
-from tinkex.server.http.lookup import own_session, text_in
+from tinkex.server.http.errors import RequestRejected, bad_request, json_response
+from tinkex.server.http.lookup import find_session, require_text
 from tinkex.server.http.requests import (
-    MOST_JSON_BYTES,
-    body_of,
-    content_of,
-    decode_object,
-    object_of,
-    read_as,
+    MAX_JSON_BYTES,
+    optional_object,
+    parse_as,
+    parse_json_object,
+    read_body,
+    read_json,
     service_of,
     tenant_of,
 )
@@ -39,11 +39,13 @@ COMMENT_EVERY_S = 15.0
 
 
 async def create_sampling_session(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
-    session = await own_session(service, tenant, text_in(body, "session_id"))
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+    session = await find_session(service, tenant, require_text(body, "session_id"))
     number = body.get("sampling_session_seq_id")
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
-        raise bad(f"sampling_session_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
+        raise bad_request(
+            f"sampling_session_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id"
+        )
     path = body.get("model_path")
     target = await service.sampling.open(tenant, base_model=body.get("base_model"), model_path=path)
     sampler = SamplerRecord(
@@ -56,22 +58,22 @@ async def create_sampling_session(request: Request) -> Response:
     )
     standing = await service.db(service.store.add_sampler, sampler)
     if (standing.base_model, standing.model_path, standing.folder) != (sampler.base_model, path, None):
-        raise bad(
+        raise bad_request(
             f"Sampling session {sampler.id} exists already and samples from something else. "
             "Use another sampling_session_seq_id.",
             "conflict",
         )
-    return answer({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+    return json_response({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
 
 async def join_sampling_session(request: Request) -> Response:
-    service, body = service_of(request), await body_of(request)
+    service, body = service_of(request), await read_json(request)
     sampler, _ = await service.sampling.sampler(tenant_of(request), body.get("sampling_session_id"))
-    return answer({"client_counter": await service.db(service.store.join_sampler, sampler.id)})
+    return json_response({"client_counter": await service.db(service.store.join_sampler, sampler.id)})
 
 
 async def asample(request: Request) -> Response:
-    service, tenant, content = service_of(request), tenant_of(request), await content_of(request, MOST_JSON_BYTES)
+    service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
     asked, target, spec = await _read(service, tenant, content)
     name: object = asked.seq_id if asked.seq_id is not None else request.headers.get("x-idempotency-key")
     # The content is part of the key: clients that share a sampler without joining it count from 0 too.
@@ -79,17 +81,17 @@ async def asample(request: Request) -> Response:
     key = None if name is None else (tenant, asked.sampling_session_id, name, digest)
     layout = asked.target_prompt_logprobs
     sample = service.sampling.submit(tenant, asked.sampling_session_id or "", target, spec, key, layout)
-    return answer({"request_id": sample.id, "sample_sequence_ids": sample.sequence_ids})
+    return json_response({"request_id": sample.id, "sample_sequence_ids": sample.sequence_ids})
 
 
 async def _read(
     service: Service, tenant: str, content: bytes, *, is_streamed: bool = False
 ) -> tuple[SampleRequest, Target, SampleSpec]:
-    body = decode_object(content)
+    body = parse_json_object(content)
     body["sampling_params"] = {
-        name: value for name, value in (object_of(body, "sampling_params") or {}).items() if value is not None
+        name: value for name, value in (optional_object(body, "sampling_params") or {}).items() if value is not None
     }
-    asked = read_as(SampleRequest, body)
+    asked = parse_as(SampleRequest, body)
     if asked.sampling_session_id is not None:
         _, target = await service.sampling.sampler(tenant, asked.sampling_session_id)
     else:
@@ -98,12 +100,12 @@ async def _read(
 
 
 async def sample_stream(request: Request) -> Response:
-    service, tenant, content = service_of(request), tenant_of(request), await content_of(request, MOST_JSON_BYTES)
+    service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
     asked, target, spec = await _read(service, tenant, content, is_streamed=True)
     events = service.sampling.run(tenant, target, spec)
     upcoming = asyncio.ensure_future(anext(events))
     await asyncio.wait([upcoming], timeout=FIRST_EVENT_S)
-    if upcoming.done() and isinstance(problem := upcoming.exception(), Refused):
+    if upcoming.done() and isinstance(problem := upcoming.exception(), RequestRejected):
         raise problem  # a full queue is an HTTP status, not an event
     body = _events(upcoming, events, asked)
     return StreamingResponse(body, media_type="text/event-stream", headers={"cache-control": "no-store"})

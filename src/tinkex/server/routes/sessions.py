@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.http import views
-from tinkex.server.http.access import key_in
-from tinkex.server.http.errors import Refused, answer
-from tinkex.server.http.lookup import metadata_in, own_session, text_in
-from tinkex.server.http.requests import body_of, page_of, read_as, service_of, tenant_of
+from tinkex.server.http.access import api_key_in
+from tinkex.server.http.errors import RequestRejected, json_response
+from tinkex.server.http.lookup import find_session, parse_metadata, require_text
+from tinkex.server.http.requests import parse_as, parse_page, read_json, service_of, tenant_of
 from tinkex.server.routes.runs import checkpoints_of
 from tinkex.store.records import SessionRecord
 from tinkex.store.store import Store
@@ -36,18 +36,18 @@ from tinkex.types.session import (
 logger = logging.getLogger("tinkex.server")
 
 TELEMETRY_FILE = "telemetry.jsonl"
-MOST_TELEMETRY_BYTES = 8_000_000
+MAX_TELEMETRY_BYTES = 8_000_000
 """Of each of two files: the present one, and the one before it."""
-_MOST_LINE_BYTES = 256_000
+_MAX_LINE_BYTES = 256_000
 _TELEMETRY_FIELDS = ("session_id", "process_uuid", "platform", "sdk_version", "events")
 _PAGE = 200
 
 
 async def create_session(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
-    metadata = views.metadata(metadata_in(body)) or {}
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+    metadata = views.metadata(parse_metadata(body)) or {}
     # Only what the SDKs call required can be missing from a request made by hand.
-    given = read_as(CreateSessionRequest, {"tags": [], "sdk_version": "", **body, "user_metadata": metadata})
+    given = parse_as(CreateSessionRequest, {"tags": [], "sdk_version": "", **body, "user_metadata": metadata})
     now = service.clock.wall()
     session = SessionRecord(
         id=str(uuid4()),
@@ -94,37 +94,37 @@ def idempotency_key(request: Request, what: str) -> str:
 
 async def session_heartbeat(request: Request) -> Response:
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), text_in(await body_of(request), "session_id"))
+    session = await find_session(service, tenant_of(request), require_text(await read_json(request), "session_id"))
     if session.finished is not None:
-        raise Refused(410, f"Session {session.id} is finished. Open another to go on.", "session_finished")
+        raise RequestRejected(410, f"Session {session.id} is finished. Open another to go on.", "session_finished")
     await service.db(service.store.touch_session, session.id, service.clock.wall())
-    return answer({"type": "session_heartbeat"})
+    return json_response({"type": "session_heartbeat"})
 
 
 async def finish_session(request: Request) -> Response:
     """What it held is put away by the janitor: adapters are kept on disk, ephemeral samplers go."""
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), request.path_params["session_id"])
-    said = read_as(ClientSessionFinished, {"reason": {"type": "success"}, **await body_of(request)})
+    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
+    said = parse_as(ClientSessionFinished, {"reason": {"type": "success"}, **await read_json(request)})
     if session.finished is None:  # the first word counts: a retry says the same, a second client is too late
         finished = {"reason": said.reason.model_dump(), "detail": said.detail}
         await service.db(service.store.finish_session, session.id, finished)
-    return answer({})
+    return json_response({})
 
 
 async def list_sessions(request: Request) -> Response:
     service = service_of(request)
-    offset, limit = page_of(request, 20)
+    offset, limit = parse_page(request, 20)
     found = await service.db(service.store.list_sessions, tenant_of(request), offset, limit)
-    return answer({"sessions": [session.id for session in found]})
+    return json_response({"sessions": [session.id for session in found]})
 
 
 async def get_session(request: Request) -> Response:
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), request.path_params["session_id"])
+    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
     runs = await service.db(service.store.runs_of_session, session.id)
     samplers = await service.db(service.store.samplers_of_session, session.id)
-    return answer(
+    return json_response(
         {
             "training_run_ids": runs,
             "sampler_ids": [sampler.id for sampler in samplers],
@@ -136,17 +136,17 @@ async def get_session(request: Request) -> Response:
 
 async def set_session_project(request: Request) -> Response:
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), request.path_params["session_id"])
-    project_id = text_in(await body_of(request), "project_id")
+    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
+    project_id = require_text(await read_json(request), "project_id")
     await service.db(service.store.set_session_project, session.id, project_id)
-    return answer(None)
+    return json_response(None)
 
 
 async def session_trace_export(request: Request) -> Response:
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), request.path_params["session_id"])
+    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
     reason = f"This service keeps no trace of session {session.id}. Its log and /metrics tell what it did."
-    return answer({"status": "failed", "url": None, "error": reason})
+    return json_response({"status": "failed", "url": None, "error": reason})
 
 
 # -- search ----------------------------------------------------------------------------------------------------------
@@ -154,18 +154,18 @@ async def session_trace_export(request: Request) -> Response:
 
 async def search_sessions(request: Request) -> Response:
     service, tenant = service_of(request), tenant_of(request)
-    wanted = read_as(SessionSearchRequest, await body_of(request))
+    wanted = parse_as(SessionSearchRequest, await read_json(request))
     now = service.clock.wall()
     alive_since = now - service.config.idle_session_s
     found = await service.db(_search, service.store, tenant, wanted, alive_since)
     page, has_more = found[: wanted.limit], len(found) > wanted.limit
     summaries = [
-        views.session_summary(session, alive_since, *await service.db(_holds, service.store, session, now))
+        views.session_summary(session, alive_since, *await service.db(_checkpoint_usage, service.store, session, now))
         for session in page
     ]
     last = page[-1] if has_more else None
     cursor = last and {"last_created_at": views.time_text(last.created_at), "last_session_id": last.id}
-    return answer({"sessions": summaries, "next_cursor": cursor})
+    return json_response({"sessions": summaries, "next_cursor": cursor})
 
 
 def _search(store: Store, tenant: str, wanted: SessionSearchRequest, alive_since: float) -> list[SessionRecord]:
@@ -185,14 +185,14 @@ def _search(store: Store, tenant: str, wanted: SessionSearchRequest, alive_since
             limit=_PAGE,
             before=before,
         )
-        found += [session for session in page if _fits(session, wanted, alive_since)]
+        found += [session for session in page if _matches(session, wanted, alive_since)]
         if len(page) < _PAGE:
             break
         before = (page[-1].created_at, page[-1].id)
     return found[: wanted.limit + 1]
 
 
-def _fits(session: SessionRecord, wanted: SessionSearchRequest, alive_since: float) -> bool:
+def _matches(session: SessionRecord, wanted: SessionSearchRequest, alive_since: float) -> bool:
     if wanted.project_ids is not None and (session.project_id or views.NO_PROJECT) not in wanted.project_ids:
         return False
     return wanted.statuses is None or any(_has_status(session, query, alive_since) for query in wanted.statuses)
@@ -207,7 +207,7 @@ def _has_status(session: SessionRecord, query: object, alive_since: float) -> bo
     return False  # nobody cancels sessions here, and they do not fail as a whole
 
 
-def _holds(store: Store, session: SessionRecord, now: float) -> tuple[int, int]:
+def _checkpoint_usage(store: Store, session: SessionRecord, now: float) -> tuple[int, int]:
     """How many live checkpoints a session has, and their size."""
     sizes = [
         saved.size_bytes
@@ -222,20 +222,20 @@ def _holds(store: Store, session: SessionRecord, now: float) -> tuple[int, int]:
 
 async def telemetry(request: Request) -> Response:
     """Kept in a file on this machine and sent nowhere. Any other answer makes official clients try for ever."""
-    service, body = service_of(request), await body_of(request)
+    service, body = service_of(request), await read_json(request)
     who = {"at": views.time_text(service.clock.wall()), "tenant": tenant_of(request)}
     line = orjson.dumps({**who, **{name: body[name] for name in _TELEMETRY_FIELDS if name in body}})
-    if len(line) > _MOST_LINE_BYTES:
+    if len(line) > _MAX_LINE_BYTES:
         line = orjson.dumps({**who, "left_out_bytes": len(line)})
-    line = without_keys(line, key_in(request.headers.raw))
+    line = redact_keys(line, api_key_in(request.headers.raw))
     try:
-        await asyncio.to_thread(append_line, service.config.data_dir / TELEMETRY_FILE, line, MOST_TELEMETRY_BYTES)
+        await asyncio.to_thread(append_line, service.config.data_dir / TELEMETRY_FILE, line, MAX_TELEMETRY_BYTES)
     except OSError as problem:
         logger.warning("telemetry could not be kept: %s", problem.strerror)
-    return answer({"status": "accepted"})
+    return json_response({"status": "accepted"})
 
 
-def without_keys(line: bytes, key: str | None) -> bytes:
+def redact_keys(line: bytes, key: str | None) -> bytes:
     """Tracebacks may show a key: anything that looks like one goes, and the caller's own."""
     if key:
         line = line.replace(key.encode(), b"<key>")

@@ -13,15 +13,15 @@ from starlette.responses import Response
 from tinkex.engine.frames import Frame
 from tinkex.engine.messages import pass_frame
 from tinkex.errors import ValidationError
-from tinkex.server.http.errors import Refused, answer, bad, not_found
-from tinkex.server.http.lookup import metadata_in, own_session, text_in, ttl_in
+from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
+from tinkex.server.http.lookup import find_session, parse_metadata, parse_ttl, require_text
 from tinkex.server.http.requests import (
     IN_THREAD_BYTES,
-    body_of,
-    content_of,
-    decode_object,
-    object_of,
-    read_as,
+    optional_object,
+    parse_as,
+    parse_json_object,
+    read_body,
+    read_json,
     service_of,
     tenant_of,
 )
@@ -47,16 +47,16 @@ ADAM = {
 
 
 async def create_model(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     info = service.catalog.find(body.get("base_model"))
-    optimizer = (object_of(body, "optimizer_config") or {}).get("type", "adamw")
+    optimizer = (optional_object(body, "optimizer_config") or {}).get("type", "adamw")
     if optimizer != "adamw":
-        raise bad(f"The optimizer {str(optimizer)[:50]!r} is not offered here; adamw is.", "not_offered")
-    lora = read_as(LoraConfig, {"rank": 32, **(object_of(body, "lora_config") or {})})
+        raise bad_request(f"The optimizer {str(optimizer)[:50]!r} is not offered here; adamw is.", "not_offered")
+    lora = parse_as(LoraConfig, {"rank": 32, **(optional_object(body, "lora_config") or {})})
     if not 1 <= lora.rank <= MAX_RANK:
-        raise bad(f"rank must be from 1 to {MAX_RANK}, not {lora.rank}.", "bad_rank")
+        raise bad_request(f"rank must be from 1 to {MAX_RANK}, not {lora.rank}.", "bad_rank")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-        raise bad("Nothing to train: set train_attn, train_mlp or train_unembed.", "nothing_to_train")
+        raise bad_request("Nothing to train: set train_attn, train_mlp or train_unembed.", "nothing_to_train")
     run = await _new_run(service, tenant, body, info.name, lora.rank, lora.seed, lora)
     return await _created(service, run, "create_model", {"seed": lora.seed})
 
@@ -64,9 +64,9 @@ async def create_model(request: Request) -> Response:
 async def _new_run(
     service: Service, tenant: str, body: dict[str, Any], base: str, rank: int, seed: int | None, flags: Any
 ) -> RunRecord:
-    session, number = await own_session(service, tenant, text_in(body, "session_id")), body.get("model_seq_id")
+    session, number = await find_session(service, tenant, require_text(body, "session_id")), body.get("model_seq_id")
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
-        raise bad(f"model_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
+        raise bad_request(f"model_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
     now = service.clock.wall()
     return RunRecord(
         id=f"{session.id}:train:{number}",
@@ -81,17 +81,17 @@ async def _new_run(
         train_unembed=flags.train_unembed,
         created_at=now,
         last_request_at=now,
-        user_metadata=metadata_in(body) or None,
+        user_metadata=parse_metadata(body) or None,
     )
 
 
 async def _created(service: Service, run: RunRecord, kind: str, options: dict[str, Any]) -> Response:
     request_id = await service.intake.create(run, kind, options)
-    return answer({"request_id": request_id, "model_id": run.id})
+    return json_response({"request_id": request_id, "model_id": run.id})
 
 
 async def unload_model(request: Request) -> Response:
-    service, body = service_of(request), await body_of(request)
+    service, body = service_of(request), await read_json(request)
     lane = await service.intake.lane(tenant_of(request), body.get("model_id"))
     return await _submit(service, lane, body, "unload_model", lambda: (b"", {}, 0))
 
@@ -106,7 +106,7 @@ async def forward_backward(request: Request) -> Response:
 
 async def _pass(request: Request, kind: str) -> Response:
     """Forward, with or without backward. Protobuf bodies say themselves which of the two."""
-    service, tenant, content = service_of(request), tenant_of(request), await content_of(request)
+    service, tenant, content = service_of(request), tenant_of(request), await read_body(request)
     is_protobuf = PROTOBUF in request.headers.get("content-type", "").lower()
     read = _read_protobuf if is_protobuf else _read_json
     given = await asyncio.to_thread(read, content, kind) if len(content) > IN_THREAD_BYTES else read(content, kind)
@@ -135,7 +135,7 @@ class _Given:
     def __init__(self, kind: str, model_id: object, seq_id: object) -> None:
         self.kind, self.model_id, self.seq_id = kind, model_id, seq_id
         self.batch: Any = None
-        self.problem: Refused | None = None
+        self.problem: RequestRejected | None = None
 
 
 def _read_protobuf(content: bytes, kind: str) -> _Given:
@@ -143,7 +143,7 @@ def _read_protobuf(content: bytes, kind: str) -> _Given:
         request = proto_codec.decode_forward_backward_request(content)
     except ValidationError as problem:
         given = _Given(kind, *proto_codec.peek_forward_backward_request(content))
-        given.problem = bad(str(problem), "invalid")
+        given.problem = bad_request(str(problem), "invalid")
         return given
     is_forward = isinstance(request, ForwardRequest)
     given = _Given("forward" if is_forward else "forward_backward", request.model_id, request.seq_id)
@@ -152,20 +152,20 @@ def _read_protobuf(content: bytes, kind: str) -> _Given:
 
 
 def _read_json(content: bytes, kind: str) -> _Given:
-    body = decode_object(content)
+    body = parse_json_object(content)
     given = _Given(kind, body.get("model_id"), body.get("seq_id"))
     try:
         if kind == "forward":
-            given.batch = read_as(ForwardRequest, body).forward_input
+            given.batch = parse_as(ForwardRequest, body).forward_input
         else:
-            given.batch = read_as(ForwardBackwardRequest, body).forward_backward_input
-    except Refused as problem:
+            given.batch = parse_as(ForwardBackwardRequest, body).forward_backward_input
+    except RequestRejected as problem:
         given.problem = problem
     return given
 
 
 async def optim_step(request: Request) -> Response:
-    service, body = service_of(request), await body_of(request)
+    service, body = service_of(request), await read_json(request)
     lane = await service.intake.lane(tenant_of(request), body.get("model_id"))
 
     def make() -> tuple[bytes, dict[str, Any], int]:
@@ -176,18 +176,20 @@ async def optim_step(request: Request) -> Response:
 
 
 def _adam(body: dict[str, Any]) -> dict[str, float]:
-    other = object_of(body, "optimizer_params")
+    other = optional_object(body, "optimizer_params")
     if other is not None and other.get("type", "adamw") != "adamw":
-        raise bad(f"The optimizer {str(other.get('type'))[:50]!r} is not offered here; adamw is.", "not_offered")
-    given = object_of(body, "adam_params") or other or {}
+        raise bad_request(
+            f"The optimizer {str(other.get('type'))[:50]!r} is not offered here; adamw is.", "not_offered"
+        )
+    given = optional_object(body, "adam_params") or other or {}
     params = {}
     for name, (default, low, high) in ADAM.items():
         value = given.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-            raise bad(f"adam_params.{name} must be a number, not {str(value)[:50]!r}.", "bad_adam_params")
+            raise bad_request(f"adam_params.{name} must be a number, not {str(value)[:50]!r}.", "bad_adam_params")
         if not low <= value <= high or (name.startswith("beta") and value >= 1):
-            raise bad(f"adam_params.{name} must be from {low:g} to {high:g}, not {value}.", "bad_adam_params")
+            raise bad_request(f"adam_params.{name} must be from {low:g} to {high:g}, not {value}.", "bad_adam_params")
         params[name] = float(value)
     return params
 
@@ -205,22 +207,24 @@ async def save_weights_for_sampler(request: Request) -> Response:
 
 
 async def _save(request: Request, kind: str) -> Response:
-    service, body = service_of(request), await body_of(request)
+    service, body = service_of(request), await read_json(request)
     lane = await service.intake.lane(tenant_of(request), body.get("model_id"))
 
     def make() -> tuple[bytes, dict[str, Any], int]:
         if body.get("age_encryption_recipients"):
-            raise bad("age encryption is not offered here. Encrypt the files after the download.", "not_offered")
+            raise bad_request(
+                "age encryption is not offered here. Encrypt the files after the download.", "not_offered"
+            )
         number = body.get("sampling_session_seq_id")
         if kind == "save_weights_for_sampler" and body.get("path") is None and number is not None:
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
-                raise bad("sampling_session_seq_id must be a whole number from 0 on.", "bad_seq_id")
+                raise bad_request("sampling_session_seq_id must be a whole number from 0 on.", "bad_seq_id")
             return b"", {"sampling_session_seq_id": number}, 0
         options = {
             "name": check_name(body.get("path")),
             "overwrite": body.get("overwrite"),
-            "ttl_seconds": ttl_in(body),
-            "user_metadata": metadata_in(body) or None,
+            "ttl_seconds": parse_ttl(body),
+            "user_metadata": parse_metadata(body) or None,
         }
         return b"", options, 0
 
@@ -228,7 +232,7 @@ async def _save(request: Request, kind: str) -> Response:
 
 
 async def load_weights(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     if body.get("model_id") is None and body.get("session_id") is not None:
         return await _create_from(service, tenant, body)
     lane = await service.intake.lane(tenant, body.get("model_id"))
@@ -238,7 +242,7 @@ async def load_weights(request: Request) -> Response:
 def _load_options(body: dict[str, Any]) -> dict[str, Any]:
     path = body.get("path")
     if not isinstance(path, str):
-        raise bad("path is missing: the tinker:// path of a checkpoint.", "bad_path")
+        raise bad_request("path is missing: the tinker:// path of a checkpoint.", "bad_path")
     ParsedCheckpointTinkerPath.from_tinker_path(path)
     # Clients before 0.6 do not say: weights only, then.
     return {"path": path, "optimizer": body.get("optimizer") is True}
@@ -268,9 +272,9 @@ async def _submit(
     seq_id = fields.get("seq_id")
     try:
         command, options, cost = await asyncio.to_thread(make) if in_thread else make()
-    except (Refused, ValidationError) as problem:
-        refused = problem if isinstance(problem, Refused) else bad(str(problem), "invalid")
+    except (RequestRejected, ValidationError) as problem:
+        refused = problem if isinstance(problem, RequestRejected) else bad_request(str(problem), "invalid")
         await service.intake.refuse(lane, seq_id, kind, refused)
         raise refused from None
     request_id = await service.intake.submit(lane, seq_id, kind, command, options=options, cost_tokens=cost)
-    return answer({"request_id": request_id, "model_id": lane.run.id})
+    return json_response({"request_id": request_id, "model_id": lane.run.id})

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinkex.clock import REAL, Clock
-from tinkex.server.http.errors import bad
+from tinkex.server.http.errors import bad_request
 
 
 class ChatTemplate:
@@ -49,13 +49,13 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
-            raise bad(
+            raise bad_request(
                 f"{model_name} has no chat template, so it cannot take messages. Render the conversation yourself and "
                 "send it as the prompt of a completion.",
                 "no_chat_template",
             )
         if tools and name not in self._knows_tools:
-            raise bad(
+            raise bad_request(
                 f"The chat template of {model_name} has no place for tools. Describe them in a system message.",
                 "unsupported",
             )
@@ -70,7 +70,7 @@ class ChatTemplate:
         try:
             return template.render(given)
         except Exception as problem:  # an edge: a template is the model's code, and these are a stranger's messages
-            raise bad(
+            raise bad_request(
                 f"The chat template of {model_name} refuses these messages: {str(problem)[:500]}", "bad_messages"
             ) from None
 

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from tinkex.clock import Clock
 from tinkex.engine.contract import Engine, EngineDied, EngineFault, ModelInfo, Sampled, SampleEvent, SampleSpec
-from tinkex.server.http.errors import bad, busy, not_found
+from tinkex.server.http.errors import bad_request, not_found, too_many_requests
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.training.scheduler import Shares
 from tinkex.server.upkeep.catalog import Catalog
@@ -165,12 +165,12 @@ class Sampling:
         """A base model, or saved sampler weights that this tenant may read."""
         if model_path is None:
             if base_model is None:
-                raise bad("Name a base_model or a model_path.", "no_model")
+                raise bad_request("Name a base_model or a model_path.", "no_model")
             return Target(self._catalog.find(base_model))
         if not isinstance(model_path, str) or not model_path.startswith("tinker://"):
-            raise bad(f"model_path {str(model_path)[:200]!r} does not begin with tinker://.", "bad_path")
+            raise bad_request(f"model_path {str(model_path)[:200]!r} does not begin with tinker://.", "bad_path")
         if "/weights/" in model_path:
-            raise bad(
+            raise bad_request(
                 f"{model_path[:200]} is a training checkpoint. Sampling needs one that was saved with "
                 "save_weights_for_sampler (tinker://…/sampler_weights/…).",
                 "bad_path",
@@ -180,7 +180,7 @@ class Sampling:
         if found is None or not is_there or not (found.tenant == tenant or found.is_public):
             raise not_found("checkpoint", model_path)
         if found.kind != "sampler_weights":
-            raise bad(f"{model_path[:200]} was not saved for sampling.", "bad_path")
+            raise bad_request(f"{model_path[:200]} was not saved for sampling.", "bad_path")
         return Target(self._catalog.find(found.base_model), str(self._data_dir / found.folder), model_path)
 
     async def sampler(self, tenant: str, sampler_id: object) -> tuple[SamplerRecord, Target]:
@@ -306,7 +306,7 @@ class Sampling:
     # ── Requests that are streamed
 
     async def run(self, tenant: str, target: Target, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
-        """Events as they come, `Sampled` last. Closing it cancels. Raises EngineFault, or Refused if all is full."""
+        """Events as they come, `Sampled` last. Closing it cancels. Raises EngineFault, or RequestRejected if full."""
         events: asyncio.Queue[SampleEvent | Exception] = asyncio.Queue()
         job = Job(tenant, target, spec, events.put_nowait)
         self._enqueue(job)
@@ -337,7 +337,7 @@ class Sampling:
         # Who has less than an even share is let in although another tenant has filled the queue.
         share = limit // len({*self._held, job.tenant})
         if total + rows > limit and own and own + rows > share:
-            raise busy(
+            raise too_many_requests(
                 f"{total} sequences are queued or being sampled, and the limit is {limit} "
                 "(--max-queued-samples). Ask again in a moment.",
                 "too_many_samples",

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from tinkex.engine.contract import ModelInfo, Sampled, SampleSpec
-from tinkex.server.http.errors import bad
+from tinkex.server.http.errors import bad_request
 from tinkex.server.sampling.sample_queue import Target
 from tinkex.server.training.checks import check_prompt
 from tinkex.types.packed import pack_floats, pack_tokens
@@ -32,14 +32,16 @@ def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False
     params, info = request.sampling_params, target.info
     length = check_prompt(request.prompt, info, "prompt")
     if request.record_stability_info:
-        raise bad("record_stability_info is not offered here: it belongs to stable_reinforce.", "not_offered")
+        raise bad_request("record_stability_info is not offered here: it belongs to stable_reinforce.", "not_offered")
     if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise bad(f"num_samples must be from 1 to {MAX_SAMPLES}, not {request.num_samples}.", "bad_num_samples")
+        raise bad_request(f"num_samples must be from 1 to {MAX_SAMPLES}, not {request.num_samples}.", "bad_num_samples")
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and last_n < 1:
-        raise bad(f"prompt_logprobs_last_n must be at least 1, not {last_n}.", "bad_last_n")
+        raise bad_request(f"prompt_logprobs_last_n must be at least 1, not {last_n}.", "bad_last_n")
     if last_n is not None and not request.prompt_logprobs:
-        raise bad("prompt_logprobs_last_n selects among prompt logprobs: also set prompt_logprobs.", "bad_last_n")
+        raise bad_request(
+            "prompt_logprobs_last_n selects among prompt logprobs: also set prompt_logprobs.", "bad_last_n"
+        )
     stop_tokens, stop_strings = stops_of(params.stop, info)
     return SampleSpec(
         base=info.name,
@@ -67,12 +69,14 @@ def stops_of(stop: object, info: ModelInfo) -> tuple[tuple[int, ...], tuple[str,
         return info.end_tokens, ()
     entries = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Sequence) else [stop]
     if any(isinstance(entry, bool) or not isinstance(entry, (str, int)) for entry in entries):
-        raise bad("stop must be a string, strings, or token ids.", "bad_stop")
+        raise bad_request("stop must be a string, strings, or token ids.", "bad_stop")
     if "" in entries:
-        raise bad("stop must not hold an empty string: it would end every sequence at once.", "bad_stop")
+        raise bad_request("stop must not hold an empty string: it would end every sequence at once.", "bad_stop")
     tokens = tuple(entry for entry in entries if isinstance(entry, int))
     if any(not 0 <= token < info.vocab_size for token in tokens):
-        raise bad(f"stop holds a token that {info.name} does not know (0 to {info.vocab_size - 1}).", "bad_stop")
+        raise bad_request(
+            f"stop holds a token that {info.name} does not know (0 to {info.vocab_size - 1}).", "bad_stop"
+        )
     return tokens, tuple(entry for entry in entries if isinstance(entry, str))
 
 
@@ -83,9 +87,9 @@ def _max_tokens(params: SamplingParams, length: int, info: ModelInfo) -> int:
         # A prompt that fills the context can still be scored; there is no room to draw from it.
         return max(room, 1)
     if asked < 1:
-        raise bad(f"max_tokens must be at least 1, not {asked}.", "bad_max_tokens")
+        raise bad_request(f"max_tokens must be at least 1, not {asked}.", "bad_max_tokens")
     if asked > max(room, 1):
-        raise bad(
+        raise bad_request(
             f"Prompt length plus max_tokens exceeds the model's context window: {length} prompt tokens + {asked} "
             f"max_tokens > {info.max_context_length}. Shorten the prompt, or set max_tokens to at most {max(room, 0)}.",
             "context_exceeded",
@@ -104,11 +108,11 @@ def _filters(params: SamplingParams) -> dict[str, Any]:
     }
     for name, (value, low, high) in given.items():
         if not isfinite(value) or not low <= value <= high:
-            raise bad(f"{name} must be a number from {low:g} to {high:g}, not {value}.", f"bad_{name}")
+            raise bad_request(f"{name} must be a number from {low:g} to {high:g}, not {value}.", f"bad_{name}")
     if params.top_p == 0:
-        raise bad("top_p must be above 0. For the likeliest token every time, set temperature=0.", "bad_top_p")
+        raise bad_request("top_p must be above 0. For the likeliest token every time, set temperature=0.", "bad_top_p")
     if params.top_k < -1 or params.top_k == 0:
-        raise bad(f"top_k must be -1 (off) or at least 1, not {params.top_k}.", "bad_top_k")
+        raise bad_request(f"top_k must be -1 (off) or at least 1, not {params.top_k}.", "bad_top_k")
     return {name: float(value) for name, (value, _, _) in given.items()} | {
         # More than any vocabulary is no limit, however much more.
         "top_k": min(params.top_k, 2**31 - 1)
@@ -117,7 +121,7 @@ def _filters(params: SamplingParams) -> dict[str, Any]:
 
 def _count(name: str, value: int | None) -> int:
     if value is not None and not 0 <= value <= MAX_TOPK:
-        raise bad(f"{name} must be from 0 to {MAX_TOPK}, not {value}.", f"bad_{name}")
+        raise bad_request(f"{name} must be from 0 to {MAX_TOPK}, not {value}.", f"bad_{name}")
     return value or 0
 
 
@@ -126,7 +130,7 @@ def _targets(tensor: TensorData | None, length: int, info: ModelInfo) -> tuple[t
         return None
     shape = tensor.shape
     if tensor.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != length - 1:
-        raise bad(
+        raise bad_request(
             f"target_prompt_logprobs must be int64 tokens of shape [{length - 1}, K]: K for every prompt position "
             f"after the first. It is {tensor.dtype} of shape {shape}.",
             "bad_targets",
@@ -134,7 +138,7 @@ def _targets(tensor: TensorData | None, length: int, info: ModelInfo) -> tuple[t
     values = tensor.data
     bounds = tensor.sparse_crow_indices or list(range(0, len(values) + 1, max(shape[1], 1)))
     if values and not 0 <= min(values) <= max(values) < info.vocab_size:
-        raise bad(f"target_prompt_logprobs holds a token outside 0 to {info.vocab_size - 1}.", "unknown_token")
+        raise bad_request(f"target_prompt_logprobs holds a token outside 0 to {info.vocab_size - 1}.", "unknown_token")
     if shape[1] == 0:
         return tuple(() for _ in range(shape[0]))
     return tuple(tuple(map(int, values[bounds[row] : bounds[row + 1]])) for row in range(shape[0]))

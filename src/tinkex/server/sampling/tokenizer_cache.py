@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tinkex.clock import REAL, Clock
-from tinkex.server.http.errors import bad
+from tinkex.server.http.errors import bad_request
 from tinkex.server.sampling.chat_templates import ChatTemplate
 from tinkex.server.upkeep.catalog import Catalog
 
@@ -73,7 +73,7 @@ class ModelTokenizer:
 
         file = folder / "tokenizer.json"
         if not file.exists():
-            raise bad(
+            raise bad_request(
                 f"{name} has no tokenizer.json, so this service cannot turn text into its tokens. "
                 "Send tokens instead of text.",
                 "no_tokenizer",

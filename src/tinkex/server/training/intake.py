@@ -15,7 +15,7 @@ from uuid import uuid4
 import orjson
 
 from tinkex.clock import Clock
-from tinkex.server.http.errors import Refused, bad, busy, not_found
+from tinkex.server.http.errors import RequestRejected, bad_request, not_found, too_many_requests
 from tinkex.server.training.run_queue import Lane, Pending, Taken
 from tinkex.server.training.worker import Worker
 from tinkex.server.upkeep.database_thread import Db
@@ -37,7 +37,7 @@ class Intake:
     async def lane(self, tenant: str, run_id: object) -> Lane:
         """The lane of a run that this tenant owns."""
         if not isinstance(run_id, str) or not run_id:
-            raise bad("model_id is missing: it must be the text that create_model answered.", "no_model_id")
+            raise bad_request("model_id is missing: it must be the text that create_model answered.", "no_model_id")
         lane = await self._worker.lane(run_id)
         if lane is None or lane.run.tenant != tenant:
             raise not_found("model", run_id)
@@ -148,7 +148,7 @@ class Intake:
         self._worker.enqueue(pending)
         return row.request_id
 
-    async def refuse(self, lane: Lane, seq_id: object, kind: str, problem: Refused) -> None:
+    async def refuse(self, lane: Lane, seq_id: object, kind: str, problem: RequestRejected) -> None:
         """Note a number that came in with content that cannot run: the run does not wait for it."""
         if not isinstance(seq_id, int) or isinstance(seq_id, bool) or not 0 < seq_id <= MAX_SEQ:
             return
@@ -174,14 +174,14 @@ class Intake:
 
     def _check_open(self, lane: Lane) -> None:
         if lane.run.is_unloaded:
-            raise bad(
+            raise bad_request(
                 f"Model {lane.run.id} was unloaded. Create a new one, for example from a saved state.", "model_unloaded"
             )
         if reason := self._worker.why_not_served(lane):
-            raise bad(f"Model {lane.run.id} cannot go on: {reason}.", "unknown_base_model")
+            raise bad_request(f"Model {lane.run.id} cannot go on: {reason}.", "unknown_base_model")
         waiting = self._worker.waiting_of(lane.run.tenant)
         if waiting >= self._config.max_queued_operations:
-            raise busy(
+            raise too_many_requests(
                 f"{waiting} training operations are waiting already, which is the limit "
                 "(--max-queued-operations). Await some results before sending more.",
                 "too_many_operations",
@@ -190,7 +190,7 @@ class Intake:
     @staticmethod
     def _again(run_id: str, number: int, taken: Taken, digest: str) -> str:
         if taken.digest != digest:
-            raise bad(
+            raise bad_request(
                 f"Model {run_id} already received operation {number} with another content. "
                 "Use a new seq_id for new work; a repeated attempt must repeat the same content.",
                 "conflict",
@@ -203,7 +203,7 @@ def check_seq(seq_id: object, lane: Lane) -> int:
     if seq_id is None:
         return lane.next_number()
     if isinstance(seq_id, bool) or not isinstance(seq_id, int) or not 0 < seq_id <= MAX_SEQ:
-        raise bad(f"seq_id must be a whole number from 1 on, got {str(seq_id)[:50]!r}.", "bad_seq_id")
+        raise bad_request(f"seq_id must be a whole number from 1 on, got {str(seq_id)[:50]!r}.", "bad_seq_id")
     return seq_id
 
 

@@ -20,12 +20,12 @@ from uuid import uuid4
 
 from starlette.requests import Request
 
-from tinkex.server.http.errors import Refused, bad
+from tinkex.server.http.errors import RequestRejected, bad_request
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INCOMING = "incoming"
 """The folder for uploads; the janitor empties it after a crash."""
-MOST_BYTES = 4_000_000_000
+MAX_ARCHIVE_BYTES = 4_000_000_000
 MOST_RANK = 1024
 _MOST_CONFIG_BYTES = 1_000_000
 _MOST_HEADER_BYTES = 50_000_000
@@ -33,7 +33,7 @@ _BATCH = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class AdapterUpload:
     """What the two files say of themselves."""
 
     rank: int
@@ -44,13 +44,13 @@ class Adapter:
 
 
 @asynccontextmanager
-async def received(request: Request, data_dir: Path, most_bytes: int = MOST_BYTES) -> AsyncIterator[Path]:
+async def receive_archive(request: Request, data_dir: Path, most_bytes: int = MAX_ARCHIVE_BYTES) -> AsyncIterator[Path]:
     """The body as a file, in a folder that goes at the end."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > most_bytes:
         raise _too_large(most_bytes)
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise bad("Send the tar as it is, without a Content-Encoding.", "bad_encoding")
+        raise bad_request("Send the tar as it is, without a Content-Encoding.", "bad_encoding")
     place = data_dir / INCOMING / uuid4().hex
     await asyncio.to_thread(place.mkdir, parents=True)
     try:
@@ -70,7 +70,7 @@ async def received(request: Request, data_dir: Path, most_bytes: int = MOST_BYTE
         await asyncio.to_thread(shutil.rmtree, place, True)
 
 
-def unpack(archive: Path, folder: Path, most_bytes: int = MOST_BYTES) -> Adapter:
+def unpack(archive: Path, folder: Path, most_bytes: int = MAX_ARCHIVE_BYTES) -> AdapterUpload:
     """Take the two files out of the tar into a new folder, and read what they are. Blocks: not for the loop."""
     folder.mkdir()
     found: dict[str, dict[str, Any]] = {}
@@ -81,20 +81,20 @@ def unpack(archive: Path, folder: Path, most_bytes: int = MOST_BYTES) -> Adapter
                 if name not in (WEIGHTS, CONFIG) or not member.isreg() or member.issparse():
                     continue
                 if name in found or member.size > most_bytes:
-                    raise bad(f"The archive holds {name} twice, or it is too large.", "bad_archive")
+                    raise bad_request(f"The archive holds {name} twice, or it is too large.", "bad_archive")
                 content = opened.extractfile(member)
                 assert content is not None
                 with content, (folder / name).open("xb") as file:
                     found[name] = _copied(content, file)  # type: ignore[arg-type]
     except (tarfile.TarError, EOFError) as problem:
-        raise bad(f"The body is not a whole tar archive: {problem}.", "bad_archive") from None
+        raise bad_request(f"The body is not a whole tar archive: {problem}.", "bad_archive") from None
     if missing := sorted({WEIGHTS, CONFIG} - found.keys()):
-        raise bad(
+        raise bad_request(
             f"The archive has no {' and no '.join(missing)} at its top. Send exactly the two files that PEFT's "
             "save_pretrained writes: tar cf adapter.tar -C FOLDER adapter_config.json adapter_model.safetensors",
             "bad_archive",
         )
-    return Adapter(rank=_rank(folder / CONFIG), **_flags(_tensor_names(folder / WEIGHTS)), files=found)
+    return AdapterUpload(rank=_rank(folder / CONFIG), **_flags(_tensor_names(folder / WEIGHTS)), files=found)
 
 
 def _copied(content: BinaryIO, file: BinaryIO) -> dict[str, Any]:
@@ -111,10 +111,10 @@ def _rank(config: Path) -> int:
     except ValueError:
         said = None
     if not isinstance(said, dict):
-        raise bad(f"{CONFIG} is not a JSON object.", "bad_adapter")
+        raise bad_request(f"{CONFIG} is not a JSON object.", "bad_adapter")
     rank = said.get("r")
     if type(rank) is not int or not 1 <= rank <= MOST_RANK:
-        raise bad(f"{CONFIG} has r = {rank!r}; a rank from 1 to {MOST_RANK} is needed.", "bad_adapter")
+        raise bad_request(f"{CONFIG} has r = {rank!r}; a rank from 1 to {MOST_RANK} is needed.", "bad_adapter")
     return rank
 
 
@@ -128,7 +128,7 @@ def _tensor_names(weights: Path) -> list[str]:
     except ValueError:
         said = None
     if not isinstance(said, dict):
-        raise bad(f"{WEIGHTS} is not a safetensors file. Pickled adapters (.bin) are not taken.", "bad_adapter")
+        raise bad_request(f"{WEIGHTS} is not a safetensors file. Pickled adapters (.bin) are not taken.", "bad_adapter")
     return [name for name in said if ".lora_" in name]
 
 
@@ -136,7 +136,7 @@ def _flags(names: Iterable[str]) -> dict[str, bool]:
     """Which kinds of layers an adapter acts on, by where they stand; the engine has the last word."""
     paths = [name.lower().partition(".lora_")[0].split(".")[:-1] for name in names]
     if not paths:
-        raise bad(f"{WEIGHTS} holds no LoRA weights.", "bad_adapter")
+        raise bad_request(f"{WEIGHTS} holds no LoRA weights.", "bad_adapter")
     attention = [any("attn" in part or "attention" in part for part in path) for path in paths]
     mlp = [
         any(word in part for part in path for word in ("mlp", "feed_forward", "ffn", "moe", "expert")) for path in paths
@@ -148,5 +148,5 @@ def _flags(names: Iterable[str]) -> dict[str, bool]:
     }
 
 
-def _too_large(most_bytes: int) -> Refused:
-    return Refused(413, f"The archive is larger than {most_bytes} bytes.", "body_too_large")
+def _too_large(most_bytes: int) -> RequestRejected:
+    return RequestRejected(413, f"The archive is larger than {most_bytes} bytes.", "body_too_large")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinkex.engine.contract import ModelInfo
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 
 
 class Catalog:
@@ -23,7 +23,7 @@ class Catalog:
     def find(self, name: object) -> ModelInfo:
         found = self._by_name.get(name) if isinstance(name, str) else None
         if found is None:
-            raise Refused(
+            raise RequestRejected(
                 400,
                 f"Base model {str(name)[:200]!r} is not served here. Served: {', '.join(self.names)}. "
                 "To serve another one, start `tinkex serve` with --base-model NAME.",

@@ -16,7 +16,7 @@ EPHEMERAL = "ephemeral"
 """checkpoints/{run}/ephemeral/{number}: the weights of samplers without a name."""
 
 
-def inside(data_dir: Path, folder: str) -> Path:
+def resolve_inside(data_dir: Path, folder: str) -> Path:
     """The absolute path of a folder that a row names. Raises if it would lie elsewhere."""
     root = data_dir.resolve()
     found = (root / folder).resolve()
@@ -28,7 +28,7 @@ def inside(data_dir: Path, folder: str) -> Path:
 def remove(data_dir: Path, folder: str) -> bool:
     """Delete a folder and the parents that this empties. A folder that cannot be deleted is left to the janitor."""
     try:
-        target = inside(data_dir, folder)
+        target = resolve_inside(data_dir, folder)
         shutil.rmtree(target)
     except FileNotFoundError:
         return False
@@ -51,7 +51,7 @@ def new_folder(data_dir: Path, run_id: str, kind: str, name: str) -> str:
     folder = f"checkpoints/{run_id}/{kind}/{name}"
     if (data_dir / folder).exists():
         folder = f"{folder}.{uuid4().hex[:8]}"
-    inside(data_dir, folder).parent.mkdir(parents=True, exist_ok=True)
+    resolve_inside(data_dir, folder).parent.mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -22,12 +22,12 @@ from tinkex.store.store import Store
 logger = logging.getLogger("tinkex.server")
 
 TICK_S = 30.0
-RUBBISH_AGE_S = 3600.0
+MIN_ORPHAN_AGE_S = 3600.0
 """A folder that no row names may still be in the making; not after an hour."""
-LEAST_FREE_BYTES = 200_000_000
-ROOTS = ("checkpoints", "journal/snapshots", INCOMING)
+MIN_FREE_BYTES = 200_000_000
+SWEPT_FOLDERS = ("checkpoints", "journal/snapshots", INCOMING)
 """Where folders lie that rows name, and uploads. Everything else in the data folder is left alone."""
-DISK = "disk"
+DISK_PAUSE = "disk"
 """The cause under which the worker is paused."""
 
 
@@ -102,9 +102,11 @@ class Janitor:
     async def _remove_rubbish(self) -> None:
         service = self._service
         data_dir = service.config.data_dir
-        old = service.clock.wall() - RUBBISH_AGE_S
-        named = {folders.inside(data_dir, folder) for folder in await service.db(service.store.all_folders)}
-        for folder in await asyncio.to_thread(unnamed, [data_dir.resolve() / root for root in ROOTS], named, old):
+        old = service.clock.wall() - MIN_ORPHAN_AGE_S
+        named = {folders.resolve_inside(data_dir, folder) for folder in await service.db(service.store.all_folders)}
+        for folder in await asyncio.to_thread(
+            unreferenced_folders, [data_dir.resolve() / root for root in SWEPT_FOLDERS], named, old
+        ):
             if await asyncio.to_thread(folders.remove, data_dir, str(folder.relative_to(data_dir.resolve()))):
                 logger.info("removed a folder that nothing refers to: %s", folder.name)
 
@@ -113,16 +115,16 @@ class Janitor:
         config, worker = self._service.config, self._service.worker
         free = await asyncio.to_thread(self._free_bytes, config.data_dir)
         reason = ""
-        if free < LEAST_FREE_BYTES:
-            reason = f"the service's disk has {free / 1e6:.0f} MB left, below {LEAST_FREE_BYTES / 1e6:.0f} MB"
+        if free < MIN_FREE_BYTES:
+            reason = f"the service's disk has {free / 1e6:.0f} MB left, below {MIN_FREE_BYTES / 1e6:.0f} MB"
         elif config.quota_gb is not None:
             used = await asyncio.to_thread(_size, config.data_dir)
             if used > config.quota_gb * 1e9:
                 reason = f"the service's data take {used / 1e9:.2f} GB, above its quota of {config.quota_gb:g} GB"
         if reason:
-            worker.pause(DISK, f"{reason}; delete checkpoints or run `tinkex gc`, and it goes on")
+            worker.pause(DISK_PAUSE, f"{reason}; delete checkpoints or run `tinkex gc`, and it goes on")
         else:
-            worker.unpause(DISK)
+            worker.unpause(DISK_PAUSE)
 
 
 def _is_idle(store: Store, run_id: str, since: float) -> bool:
@@ -152,7 +154,7 @@ def _is_over(session: SessionRecord | None, since: float) -> bool:
     return session is None or session.finished is not None or session.seen_at < since
 
 
-def unnamed(roots: list[Path], named: set[Path], old: float) -> list[Path]:
+def unreferenced_folders(roots: list[Path], named: set[Path], old: float) -> list[Path]:
     """The topmost folders that neither are named nor hold a named one, and that nobody has touched of late."""
     above = {parent for folder in named for parent in folder.parents}
     found = []
