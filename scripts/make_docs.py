@@ -171,10 +171,10 @@ def code_table() -> str:
 
 def _refusal(maker: str, words: list[str]) -> Iterator[tuple[str, str, str]]:
     """Status, code and text of one place where the service refuses something."""
-    if maker == "Refused" and len(words) > 2:
+    if maker == "RequestRejected" and len(words) > 2:
         status, said, code = words[:3]
-    elif maker in ("bad", "busy"):
-        status, said, code = {"bad": "400", "busy": "429"}[maker], *[*words, "bad_request"][:2]
+    elif maker in ("bad_request", "too_many_requests"):
+        status, said, code = {"bad_request": "400", "too_many_requests": "429"}[maker], *[*words, "bad_request"][:2]
     elif maker == "not_found":
         status, said, code = "404", f"{words[0]} … is not known.", f"unknown_{words[0].replace(' ', '_')}"
     else:

@@ -22,6 +22,7 @@ from tinkex.server.app import make_app
 from tinkex.server.http.access import AccessControl
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.http.protocol import BoundedProtocol
+from tinkex.server.routes.metrics import ServiceGauges
 from tinkex.server.sampling.sample_queue import Sampling
 from tinkex.server.sampling.tokenizer_cache import Tokenizers
 from tinkex.server.service import Service
@@ -99,7 +100,7 @@ def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: En
         tokenizers=Tokenizers(catalog),
         metrics=metrics,
     )
-    metrics.watch(service)
+    metrics.registry.register(ServiceGauges(service))
     return service
 
 

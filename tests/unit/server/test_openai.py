@@ -23,8 +23,8 @@ from tinkex.engine.host import LocalEngine
 from tinkex.engine.messages import pass_frame
 from tinkex.engine.models import registry
 from tinkex.server.app import make_app
+from tinkex.server.http import event_stream
 from tinkex.server.main import build
-from tinkex.server.openai import routes as openai_routes
 from tinkex.server.sampling.sample_queue import Target
 from tinkex.server.service import Service
 from tinkex.settings import ServeConfig
@@ -543,8 +543,8 @@ def test_an_engine_that_fails_in_the_middle_ends_the_stream_with_the_error(live:
 
 
 def test_a_silent_stream_is_kept_alive_with_comments(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_routes, "FIRST_EVENT_S", 0.01)
-    monkeypatch.setattr(openai_routes, "QUIET_S", 0.01)
+    monkeypatch.setattr(event_stream, "FIRST_EVENT_S", 0.01)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
     gate = threading.Event()
     whole = Sampled(sequences=[Sequence(tokens=[97], logprobs=[-1.0], stop_reason="length")])
     with scripted(live, [whole], gate) as url:
@@ -553,7 +553,7 @@ def test_a_silent_stream_is_kept_alive_with_comments(live: Live, monkeypatch: py
         connection.request("POST", "/v1/completions", body, {"authorization": f"Bearer {ALICE}"})
         response = connection.getresponse()
         assert response.headers["content-type"].startswith("text/event-stream")
-        assert response.readline() == b": still at work\n"
+        assert response.readline() == b": keep-alive\n"
         gate.set()
         lines = response.read().decode().splitlines()
         connection.close()

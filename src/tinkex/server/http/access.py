@@ -7,10 +7,11 @@ logged. Where there are no keys, which only a service on loopback may do, everyb
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.clock import Clock
@@ -122,17 +123,19 @@ class AccessControl:
 class AccessMiddleware:
     """Sets `scope["state"]["tenant"]` for everything behind a key, before the body is read."""
 
-    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
-        self._app, self._access = app, access
+    def __init__(
+        self, app: ASGIApp, access: AccessControl, openai_error_response: Callable[[Exception], Response]
+    ) -> None:
+        self._app, self._access, self._openai_error_response = app, access, openai_error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_guarded(route_path(scope)):
             try:
                 tenant = await self._access.admit(scope["headers"])
-            except Exception as problem:  # an edge: middleware stands outside the application's own handler
-                await error_response(problem, is_openai=route_path(scope).startswith(_OPENAI_PATHS))(
-                    scope, receive, send
-                )
+            except Exception as error:  # an edge: middleware runs outside the wrapper of the handlers
+                is_openai = route_path(scope).startswith(_OPENAI_PATHS)
+                response = self._openai_error_response(error) if is_openai else error_response(error)
+                await response(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)

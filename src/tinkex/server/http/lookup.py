@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from tinkex.server.http.errors import bad_request, not_found
+from tinkex.server.service import Service
 from tinkex.store.records import CheckpointRecord, RunRecord, SamplerRecord, SessionRecord
 from tinkex.types.weights import ParsedCheckpointTinkerPath
-
-if TYPE_CHECKING:
-    from tinkex.server.service import Service
 
 MAX_TTL_S = 100 * 365 * 86400
 MAX_METADATA_BYTES = 64 * 1024

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
 
 from tinkex.errors import ValidationError
 from tinkex.server.http.errors import RequestRejected, bad_request
+from tinkex.server.service import Service
 from tinkex.types.base import Value
 from tinkex.types.coerce import is_lenient
 from tinkex.wire import json_codec
 from tinkex.wire.body import decompress
-
-if TYPE_CHECKING:
-    from tinkex.server.service import Service
 
 V = TypeVar("V", bound=Value)
 

@@ -6,15 +6,7 @@ from typing import Any, Final
 
 import orjson
 
-from tinkex.server.http.errors import RequestRejected
-
-
-class BadField(RequestRejected):
-    """A field that cannot be honoured; OpenAI's error names it as `param`."""
-
-    def __init__(self, param: str, problem: str, code: str = "invalid_value") -> None:
-        super().__init__(400, f"{param}: {problem}", code)
-        self.param = param
+from tinkex.server.openai.errors import BadField
 
 
 def read_messages(messages: object) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tinkex.engine.contract import ModelInfo, SampleSpec
-from tinkex.server.openai.chat import BadField, read_messages, read_tools
+from tinkex.server.openai.chat import read_messages, read_tools
+from tinkex.server.openai.errors import BadField
 
 MAX_CHOICES: Final = 128
 MAX_PROMPTS: Final = 2048
@@ -52,7 +53,7 @@ class CompletionOptions:
 class Completion:
     """`prompts` are texts or tokens. With `is_echoed` the answer begins with the prompt."""
 
-    wish: CompletionOptions
+    options: CompletionOptions
     prompts: tuple[str | tuple[int, ...], ...]
     is_echoed: bool = False
     add_special_tokens: bool = True
@@ -60,7 +61,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    wish: CompletionOptions
+    options: CompletionOptions
     messages: list[dict[str, Any]]
     """As chat templates want them: content is text, a call's arguments are an object."""
     tools: list[dict[str, Any]] | None = None
@@ -76,13 +77,13 @@ def read_completion(body: Mapping[str, Any]) -> Completion:
     prompts = _prompts(given.get("prompt"))
     is_echoed = _boolean(given, "echo")
     # A completion without new tokens is the way to score a prompt.
-    wish = _options(
+    options = _options(
         given, DEFAULT_COMPLETION_TOKENS, _whole_or_none(given, "logprobs", 0, MAX_LOGPROBS), 0 if is_echoed else 1
     )
     if len(prompts) * n > MAX_PROMPTS:
         raise BadField("prompt", f"{len(prompts)} prompts with n={n} are more than {MAX_PROMPTS} choices.")
     return Completion(
-        wish=wish,
+        options=options,
         prompts=prompts,
         is_echoed=is_echoed,
         add_special_tokens=_boolean(given, "add_special_tokens", default=True),
@@ -101,7 +102,7 @@ def read_chat(body: Mapping[str, Any]) -> Chat:
     if not isinstance(extras, dict):
         raise BadField("chat_template_kwargs", "must be an object.")
     return Chat(
-        wish=_options(given, None, (top_logprobs or 0) if wants_logprobs else None, 1),
+        options=_options(given, None, (top_logprobs or 0) if wants_logprobs else None, 1),
         messages=read_messages(given.get("messages")),
         tools=read_tools(given.get("tools", []), given.get("tool_choice", "auto")),
         add_generation_prompt=_boolean(given, "add_generation_prompt", default=True),
@@ -110,7 +111,7 @@ def read_chat(body: Mapping[str, Any]) -> Chat:
 
 
 def spec_of(
-    wish: CompletionOptions,
+    options: CompletionOptions,
     info: ModelInfo,
     weights: str | None,
     prompt: Sequence[int],
@@ -121,43 +122,43 @@ def spec_of(
     """One prompt of a request in the engine's words."""
     if not prompt:
         raise BadField("prompt", "has no tokens. Send at least one.")
-    for name, tokens in (("prompt", prompt), ("stop_token_ids", wish.stop_token_ids)):
+    for name, tokens in (("prompt", prompt), ("stop_token_ids", options.stop_token_ids)):
         if (largest := max(tokens, default=0)) >= info.vocab_size:
             raise BadField(name, f"{info.name} has no token {largest}; its tokens are 0 to {info.vocab_size - 1}.")
     # The engine is asked for at least one token; what a completion that wants none gets is dropped again. Such a one
     # may fill the context: it is scored.
     room = info.max_context_length - len(prompt)
-    asked = max(room, 1) if wish.max_tokens is None else wish.max_tokens
+    asked = max(room, 1) if options.max_tokens is None else options.max_tokens
     if asked > room:
         raise BadField(
-            "messages" if wish.max_tokens is None else "max_tokens",
+            "messages" if options.max_tokens is None else "max_tokens",
             f"the context of {info.name} has {info.max_context_length} tokens; this prompt has {len(prompt)} and "
             f"{asked} more are asked for. "
             + ("Shorten the prompt." if room < 1 else f"Shorten it, or set max_tokens to at most {room}."),
             "context_length_exceeded",
         )
-    wants_logprobs = wish.top_logprobs is not None
+    wants_logprobs = options.top_logprobs is not None
     return SampleSpec(
         base=info.name,
         weights=weights,
         prompt=tuple(prompt),
-        num_samples=wish.n,
+        num_samples=options.n,
         max_tokens=max(asked, 1),
-        temperature=wish.temperature,
-        top_k=wish.top_k,
-        top_p=wish.top_p,
-        min_p=wish.min_p,
-        repetition_penalty=wish.repetition_penalty,
-        presence_penalty=wish.presence_penalty,
-        frequency_penalty=wish.frequency_penalty,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
         seed=seed,
-        stop_tokens=(() if wish.ignore_eos else info.end_tokens) + wish.stop_token_ids,
-        stop_strings=wish.stop,
+        stop_tokens=(() if options.ignore_eos else info.end_tokens) + options.stop_token_ids,
+        stop_strings=options.stop,
         prompt_logprobs=is_echoed and wants_logprobs,
-        topk_prompt=(wish.top_logprobs or 0) if is_echoed else 0,
-        topk_sample=wish.top_logprobs or 0,
+        topk_prompt=(options.top_logprobs or 0) if is_echoed else 0,
+        topk_sample=options.top_logprobs or 0,
         # Alternatives and the prompt's values come with the whole result, and must not come after their tokens.
-        is_streamed=wish.is_streamed and not wish.top_logprobs and not (is_echoed and wants_logprobs),
+        is_streamed=options.is_streamed and not options.top_logprobs and not (is_echoed and wants_logprobs),
     )
 
 

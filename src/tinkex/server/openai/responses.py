@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from tinkex.engine.contract import EngineDied, EngineFault, Sampled, SampleEvent
-from tinkex.errors import ValidationError
-from tinkex.server.http.errors import RequestRejected, bad_request
-from tinkex.server.openai.chat import BadField
+from tinkex.engine.contract import Sampled, SampleEvent
 from tinkex.server.openai.requests import CompletionOptions
 from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer
 
@@ -97,20 +94,22 @@ class RenderedPrompt:
 class CompletionBuilder:
     """All choices of a request. `feed` it the events of each prompt; it says what can be told of them now."""
 
-    def __init__(self, wish: CompletionOptions, tokenizer: ModelTokenizer, prompts: Sequence[RenderedPrompt]) -> None:
-        self._wish = wish
+    def __init__(
+        self, options: CompletionOptions, tokenizer: ModelTokenizer, prompts: Sequence[RenderedPrompt]
+    ) -> None:
+        self._options = options
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._choices = [
-            _Choice(index, wish, tokenizer, prompt)
-            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(wish.n))
+            _Choice(index, options, tokenizer, prompt)
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(options.n))
         ]
         self._sampled_tokens = 0
         self._cached_tokens = 0
 
     def feed(self, prompt: int, event: SampleEvent) -> list[TextPiece]:
         """What an event of this prompt adds."""
-        first = prompt * self._wish.n
+        first = prompt * self._options.n
         if not isinstance(event, Sampled):
             piece = self._choices[first + event.index].push(event.tokens, event.logprobs)
             return [] if piece is None else [piece]
@@ -135,16 +134,18 @@ class CompletionBuilder:
 
 
 class _Choice:
-    def __init__(self, index: int, wish: CompletionOptions, tokenizer: ModelTokenizer, prompt: RenderedPrompt) -> None:
+    def __init__(
+        self, index: int, options: CompletionOptions, tokenizer: ModelTokenizer, prompt: RenderedPrompt
+    ) -> None:
         self._index = index
-        self._wish = wish
+        self._options = options
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._text = TextUntilStop(Decoder(tokenizer, prompt.tokens), wish.stop, len(prompt.echo or ""))
+        self._text = TextUntilStop(Decoder(tokenizer, prompt.tokens), options.stop, len(prompt.echo or ""))
         self._seen = 0
         self._entries: list[LogprobEntry] = []
         self._is_echo_due = prompt.echo is not None
-        self.wants_tokens = wish.max_tokens != 0
+        self.wants_tokens = options.max_tokens != 0
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> TextPiece | None:
         """Some more tokens of a stream."""
@@ -154,7 +155,7 @@ class _Choice:
     def finish(self, sampled: Sampled, place: int) -> TextPiece:
         """The whole sequence is known: what was not pushed before, and the end."""
         sequence = sampled.sequences[place]
-        if self._is_echo_due and self._wish.top_logprobs is not None:
+        if self._is_echo_due and self._options.top_logprobs is not None:
             self._entries += prompt_logprob_entries(self._tokenizer, self._prompt, sampled)
         text, finish_reason = self._echo(), "length"
         if self.wants_tokens:
@@ -174,7 +175,7 @@ class _Choice:
     ) -> str:
         pieces = []
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            if self._wish.top_logprobs is not None:
+            if self._options.top_logprobs is not None:
                 self._entries.append(LogprobEntry(token, logprob, () if top is None else top[place], self._text.offset))
             pieces.append(self._text.push(token))
         self._seen += len(tokens)
@@ -205,14 +206,14 @@ Style = Literal["completion", "chat"]
 
 
 def whole_choice(
-    style: Style, tokenizer: ModelTokenizer, wish: CompletionOptions, pieces: Sequence[TextPiece]
+    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, pieces: Sequence[TextPiece]
 ) -> dict[str, Any]:
     """A choice of an answer that is not streamed."""
     text = "".join(piece.text for piece in pieces)
     entries = [entry for piece in pieces for entry in piece.entries]
     choice = {
         "index": pieces[-1].index,
-        "logprobs": logprobs_of(style, tokenizer, wish, entries),
+        "logprobs": logprobs_of(style, tokenizer, options, entries),
         "finish_reason": pieces[-1].finish_reason,
     }
     if style == "completion":
@@ -221,12 +222,12 @@ def whole_choice(
 
 
 def chunk_choice(
-    style: Style, tokenizer: ModelTokenizer, wish: CompletionOptions, piece: TextPiece, is_first: bool
+    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, piece: TextPiece, is_first: bool
 ) -> dict[str, Any]:
     """A choice of one chunk of a stream."""
     choice = {
         "index": piece.index,
-        "logprobs": logprobs_of(style, tokenizer, wish, piece.entries) if piece.entries else None,
+        "logprobs": logprobs_of(style, tokenizer, options, piece.entries) if piece.entries else None,
         "finish_reason": piece.finish_reason,
     }
     if style == "completion":
@@ -236,9 +237,9 @@ def chunk_choice(
 
 
 def logprobs_of(
-    style: Style, tokenizer: ModelTokenizer, wish: CompletionOptions, entries: Sequence[LogprobEntry]
+    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, entries: Sequence[LogprobEntry]
 ) -> dict[str, Any] | None:
-    if wish.top_logprobs is None:
+    if options.top_logprobs is None:
         return None
     if style == "chat":
         return {"content": [_chat_entry(tokenizer, entry) for entry in entries], "refusal": None}
@@ -283,36 +284,3 @@ def _name(tokenizer: ModelTokenizer, token: int) -> str:
 
 def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB) if logprob == logprob else MIN_LOGPROB
-
-
-# ── Errors
-
-_TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-def as_rejected(problem: Exception) -> RequestRejected | None:
-    """What is to be said of a problem; None if it is not one that anybody foresaw."""
-    match problem:
-        case RequestRejected(code="unknown_base_model" | "unknown_checkpoint"):
-            return RequestRejected(404, problem.detail, "model_not_found")
-        case RequestRejected():
-            return problem
-        case ValidationError():
-            return bad_request(str(problem), "invalid")
-        case EngineFault(category="user"):
-            return bad_request(str(problem), "invalid")
-        case EngineFault():
-            return RequestRejected(500, str(problem), "engine_failed", "server")
-        case EngineDied():
-            detail = "The engine died and is being started again. Ask again in a moment."
-            return RequestRejected(503, detail, "engine_restarting", "server", {"retry-after": "2"})
-    return None
-
-
-def error_body(refused: RequestRejected) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    kind = _TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
-    param = refused.param if isinstance(refused, BadField) else None
-    if refused.code == "model_not_found":
-        param = "model"
-    return {"error": {"message": refused.detail, "type": kind, "param": param, "code": refused.code}}

@@ -20,21 +20,9 @@ from tinkex.server.http.lookup import (
 )
 from tinkex.server.http.requests import parse_page, read_json, service_of, tenant_of
 from tinkex.server.routes.account import write_audit
-from tinkex.server.routes.copies import copy_weights
 from tinkex.server.routes.runs import checkpoints_of
 from tinkex.server.upkeep import folders
 from tinkex.store.records import CheckpointRecord
-
-__all__ = [
-    "copy_weights",
-    "delete_checkpoint",
-    "list_checkpoints",
-    "list_user_checkpoints",
-    "publish_checkpoint",
-    "set_checkpoint_ttl",
-    "unpublish_checkpoint",
-    "weights_info",
-]
 
 
 async def list_checkpoints(request: Request) -> Response:

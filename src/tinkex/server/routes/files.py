@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import quote
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tinkex.server.http import links, views
 from tinkex.server.http.downloads import ARCHIVE, Download, archive_of, file_of, respond
-from tinkex.server.http.errors import RequestRejected, error_response, json_response, not_found
+from tinkex.server.http.errors import RequestRejected, json_response, not_found
 from tinkex.server.http.lookup import find_live_checkpoint, find_readable_checkpoint
 from tinkex.server.http.requests import service_of, tenant_of
 from tinkex.server.routes.account import write_audit
-from tinkex.server.routes.imports import import_weights
 from tinkex.server.upkeep import folders
 from tinkex.store.records import CheckpointRecord
 
@@ -61,7 +58,7 @@ async def external_weights_urls(request: Request) -> Response:
     return json_response({"urls": urls, "expires": views.time_text(expires_at)})
 
 
-async def file(request: Request) -> Response:
+async def download_file(request: Request) -> Response:
     """`GET /api/v1/files/{token}/{name}`: what those addresses lead to. The token is the right to read."""
     service = service_of(request)
     token, name = request.path_params["token"], request.path_params["name"]
@@ -93,26 +90,6 @@ async def tokenizer_file(request: Request) -> Response:
     except OSError:
         raise not_found("file", name) from None
     return Response(content, media_type="application/octet-stream", headers={"cache-control": "private"})
-
-
-def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """What it raises becomes an answer: these routes are ours alone and stand in no table."""
-
-    async def run(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as problem:  # an edge
-            return error_response(problem)
-
-    return run
-
-
-ROUTES = [
-    Route("/api/v1/files/{token}/{name}", answered(file)),
-    Route("/api/v1/import_weights", answered(import_weights), methods=["POST"]),
-]
 
 
 async def _named(request: Request) -> CheckpointRecord:

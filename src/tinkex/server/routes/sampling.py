@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec
-from tinkex.server.http.errors import RequestRejected, bad_request, json_response
+from tinkex.server.http.errors import as_rejected, bad_request, json_response
+from tinkex.server.http.event_stream import open_event_stream
 from tinkex.server.http.lookup import find_session, require_text
 from tinkex.server.http.requests import (
     MAX_JSON_BYTES,
@@ -32,10 +31,6 @@ from tinkex.store.records import SamplerRecord
 from tinkex.types.sampling import SampleRequest
 from tinkex.wire import json_codec, sse
 from tinkex.wire.dialect import Dialect
-
-FIRST_EVENT_S = 0.5
-"""A stream waits so long for a refusal: after its headers are sent, a status can no longer be."""
-COMMENT_EVERY_S = 15.0
 
 
 async def create_sampling_session(request: Request) -> Response:
@@ -102,37 +97,28 @@ async def _read(
 async def sample_stream(request: Request) -> Response:
     service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
     asked, target, spec = await _read(service, tenant, content, is_streamed=True)
-    events = service.sampling.run(tenant, target, spec)
-    upcoming = asyncio.ensure_future(anext(events))
-    await asyncio.wait([upcoming], timeout=FIRST_EVENT_S)
-    if upcoming.done() and isinstance(problem := upcoming.exception(), RequestRejected):
-        raise problem  # a full queue is an HTTP status, not an event
-    body = _events(upcoming, events, asked)
-    return StreamingResponse(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
+    return await open_event_stream(_events(service.sampling.run(tenant, target, spec), asked), _error_event)
 
 
-async def _events(
-    upcoming: asyncio.Future[SampleEvent], events: AsyncIterator[SampleEvent], asked: SampleRequest
-) -> AsyncIterator[bytes]:
-    """`upcoming` is the first event, which may take its time. A comment every 15 s keeps proxies from hanging up."""
-    async with aclosing(events):  # type: ignore[type-var]
+async def _events(samples: AsyncIterator[SampleEvent], asked: SampleRequest) -> AsyncGenerator[bytes, None]:
+    """Yield the encoded events of a stream: `token` for each step, then `done` with the whole result, or `error`."""
+    async with aclosing(samples):  # type: ignore[type-var]
         try:
-            while True:
-                try:
-                    while not (await asyncio.wait([upcoming], timeout=COMMENT_EVERY_S))[0]:
-                        yield sse.comment("sampling")
-                    event = upcoming.result()
-                finally:
-                    if not upcoming.done():
-                        upcoming.cancel()
-                        await asyncio.wait([upcoming])
+            async for event in samples:
                 if isinstance(event, Sampled):
-                    break
-                said: dict[str, Any] = {"index": event.index, "tokens": event.tokens, "logprobs": event.logprobs}
-                yield sse.encode("token", orjson.dumps(said))
-                upcoming = asyncio.ensure_future(anext(events))
-        except EngineFault as problem:
-            yield sse.encode("error", orjson.dumps({"error": str(problem), "category": problem.category}))
-            return
-    response = response_of(event, asked.target_prompt_logprobs, [""] * len(event.sequences))
-    yield sse.encode("done", json_codec.encode(json_codec.dump(response, Dialect.PROTO)))
+                    response = response_of(event, asked.target_prompt_logprobs, [""] * len(event.sequences))
+                    yield sse.encode("done", json_codec.encode(json_codec.dump(response, Dialect.PROTO)))
+                    return
+                token = {"index": event.index, "tokens": event.tokens, "logprobs": event.logprobs}
+                yield sse.encode("token", orjson.dumps(token))
+        except EngineFault as error:  # an event even if it is the first: the request itself was accepted
+            yield _encode_error(str(error), error.category)
+
+
+def _error_event(error: Exception) -> bytes:
+    rejected = as_rejected(error)
+    return _encode_error(rejected.detail, rejected.category)
+
+
+def _encode_error(error: str, category: str) -> bytes:
+    return sse.encode("error", orjson.dumps({"error": error, "category": category}))
