@@ -305,6 +305,21 @@ def test_a_checkpoint_is_kept_changed_and_forgotten(store: Store) -> None:
     assert store.get_checkpoint(given.path) is None
 
 
+def test_a_checkpoint_is_readable_by_its_tenant_or_if_published_until_it_expires(store: Store) -> None:
+    saved = checkpoint(expires_at=50.0)
+    store.add_checkpoint(saved)
+    assert store.get_live_checkpoint(saved.path, 49.0) == saved
+    assert store.get_readable_checkpoint(saved.path, "ann", 49.0) == saved
+    assert store.get_readable_checkpoint(saved.path, "bob", 49.0) is None
+    store.set_public(saved.path, True)
+    assert store.get_readable_checkpoint(saved.path, "bob", 49.0) == replace(saved, is_public=True)
+    for tenant in ("ann", "bob"):
+        assert store.get_readable_checkpoint(saved.path, tenant, 50.0) is None
+    assert store.get_live_checkpoint(saved.path, 50.0) is None
+    store.set_expiry(saved.path, None)
+    assert store.get_live_checkpoint(saved.path, 1e12) is not None
+
+
 def test_expired_checkpoints_are_not_listed_and_found_by_who_removes_them(store: Store) -> None:
     for number in range(4):
         store.add_checkpoint(checkpoint(f"c{number}", created_at=float(number)))

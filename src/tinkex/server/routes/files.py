@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tinkex.server.http import links, views
 from tinkex.server.http.downloads import ARCHIVE, Download, archive_of, file_of, respond
 from tinkex.server.http.errors import RequestRejected, json_response, not_found
-from tinkex.server.http.lookup import find_live_checkpoint, find_readable_checkpoint
+from tinkex.server.http.lookup import find_readable_checkpoint
 from tinkex.server.http.requests import service_of, tenant_of
 from tinkex.server.routes.account import write_audit
 from tinkex.server.upkeep import folders
@@ -63,7 +63,7 @@ async def download_file(request: Request) -> Response:
     service = service_of(request)
     token, name = request.path_params["token"], request.path_params["name"]
     path = links.verify(service.config.data_dir, token, service.clock.wall())
-    saved = await find_live_checkpoint(service, path)
+    saved = await service.db(service.store.get_live_checkpoint, path, service.clock.wall())
     if saved is None:
         raise not_found("checkpoint", path)
     if name != ARCHIVE and name not in saved.files:

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from tinkex.engine.frames import Frame
 from tinkex.engine.messages import pass_frame
 from tinkex.errors import ValidationError
-from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
-from tinkex.server.http.lookup import find_session, parse_metadata, parse_ttl, require_text
+from tinkex.server.http.errors import RequestRejected, bad_request, json_response
+from tinkex.server.http.lookup import find_readable_checkpoint, find_session, parse_metadata, parse_ttl, require_text
 from tinkex.server.http.requests import (
     IN_THREAD_BYTES,
     optional_object,
@@ -251,9 +251,7 @@ def _load_options(body: dict[str, Any]) -> dict[str, Any]:
 async def _create_from(service: Service, tenant: str, body: dict[str, Any]) -> Response:
     """A new run that begins with saved weights, in one request."""
     options = _load_options(body)
-    source = await service.db(service.store.get_checkpoint, options["path"])
-    if source is None or not (source.tenant == tenant or source.is_public):
-        raise not_found("checkpoint", options["path"])
+    source = await find_readable_checkpoint(service, tenant, options["path"])
     base = service.catalog.find(source.base_model).name
     run = await _new_run(service, tenant, body, base, source.rank, 0, source)
     return await _created(service, run, "load_model", options)

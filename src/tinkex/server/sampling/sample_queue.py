@@ -175,9 +175,8 @@ class Sampling:
                 "save_weights_for_sampler (tinker://…/sampler_weights/…).",
                 "bad_path",
             )
-        found = await self._db(self._store.get_checkpoint, model_path)
-        is_there = found is not None and (found.expires_at is None or found.expires_at > self._clock.wall())
-        if found is None or not is_there or not (found.tenant == tenant or found.is_public):
+        found = await self._db(self._store.get_readable_checkpoint, model_path, tenant, self._clock.wall())
+        if found is None:
             raise not_found("checkpoint", model_path)
         if found.kind != "sampler_weights":
             raise bad_request(f"{model_path[:200]} was not saved for sampling.", "bad_path")

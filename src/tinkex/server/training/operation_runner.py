@@ -96,12 +96,11 @@ class Perform:
         name, kind = options.get("name"), KINDS[pending.kind]
         is_ephemeral = name is None
         path = f"tinker://{run.id}/{kind}/{name}"
-        if not is_ephemeral and options.get("overwrite") is False:
-            there = await self._db(self._store.get_checkpoint, path)
-            if there is not None and (there.expires_at is None or there.expires_at > self._clock.wall()):
-                raise EngineFault(
-                    f"{path} exists already. Choose another name, or pass overwrite=True to replace it.", "user"
-                )
+        must_be_new = not is_ephemeral and options.get("overwrite") is False
+        if must_be_new and await self._db(self._store.get_live_checkpoint, path, self._clock.wall()) is not None:
+            raise EngineFault(
+                f"{path} exists already. Choose another name, or pass overwrite=True to replace it.", "user"
+            )
         # Never written in place: whoever reads the former folder goes on reading it.
         leaf = str(options["sampling_session_seq_id"] if is_ephemeral else name)
         folder = folders.new_folder(self._data_dir, run.id, folders.EPHEMERAL if is_ephemeral else kind, leaf)
@@ -149,10 +148,8 @@ class Perform:
     async def _load(self, lane: Lane, pending: Pending) -> Done:
         options, run = pending.options, lane.run
         path = options["path"]
-        source = await self._db(self._store.get_checkpoint, path)
-        now = self._clock.wall()
-        is_there = source is not None and (source.expires_at is None or source.expires_at > now)
-        if source is None or not is_there or not (source.tenant == run.tenant or source.is_public):
+        source = await self._db(self._store.get_readable_checkpoint, path, run.tenant, self._clock.wall())
+        if source is None:
             raise EngineFault(f"Checkpoint {path!r} is not known.", "user")
         with_optimizer = bool(options.get("optimizer"))
         if with_optimizer and not source.has_optimizer:
