@@ -30,7 +30,7 @@ from tinkex.store.store import Store
 def row(seq_id: int, kind: str, metrics: dict[str, float] | None = None, tokens: int = 0, s: float = 0.0) -> Operation:
     return Operation(
         request_id=f"op-{seq_id}", run_id="r", tenant="t", seq_id=seq_id, kind=kind, digest="", state="done",
-        finished_at=float(seq_id), cost_tokens=tokens, engine_s=s, metrics=metrics,
+        finished_at=float(seq_id), cost_tokens=3 * tokens, tokens=tokens, engine_s=s, metrics=metrics,
     )  # fmt: skip
 
 
