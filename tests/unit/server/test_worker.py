@@ -22,6 +22,7 @@ from tinkex.server.service import Service
 from tinkex.server.training.intake import KEPT_COMMAND_BYTES
 from tinkex.server.training.run_queue import Lane
 from tinkex.server.training.waiters import Outcome
+from tinkex.server.training.worker import WINDOW
 from tinkex.settings import ServeConfig
 from tinkex.store.records import Run, Session
 from tinkex.store.store import Store
@@ -332,6 +333,25 @@ async def test_the_queue_is_bounded_per_tenant(tmp_path: Path) -> None:
         assert (refused.value.status, refused.value.headers["retry-after"]) == (429, "1")
         await step(service, other, 1, 1.0)
         engine.gate.set()
+
+
+@scenario
+async def test_a_tenant_with_many_runs_does_not_keep_another_out_of_the_engine(tmp_path: Path) -> None:
+    """Only so many operations are in the engine at once; whose is next when one ends is for the scheduler to say."""
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        many = [await new_lane(service, f"many{number}", "greedy") for number in range(WINDOW + 20)]
+        late = await new_lane(service, "late", "modest")
+        engine.gate.clear()
+        before = len(engine.commands)
+        for lane in many:
+            await backward(service, lane, 1)
+        await backward(service, late, 1)
+        engine.gate.set()
+        for lane in (*many, late):
+            await done(service, str(lane.taken[1].request_id))
+        order = [head["adapter"] for head in engine.commands[before:]]
+        assert order.index(late.run.id) <= WINDOW + 1, "it ran before those that the window had kept out"
 
 
 @scenario
