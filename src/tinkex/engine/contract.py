@@ -6,7 +6,7 @@ A command is a `Frame` whose head has an `op`; `engine/messages.py` writes and r
     restore           adapter folder            a snapshot, as `snapshot` wrote it       → {}
     snapshot          adapter folder            weights, moments, step, pending gradient → {"size_bytes"}
     drop              adapter                                                            → {}
-    forward           adapter party loss_fn config data + buffers                        → metrics, outputs + buffers
+    forward           adapter loss_fn config data + buffers                              → metrics, outputs + buffers
     forward_backward  the same; adds to the adapter's gradient                           → metrics, outputs + buffers
     optim_step        adapter learning_rate beta1 beta2 eps weight_decay grad_clip_norm  → metrics
     save              adapter folder with_optimizer                                      → files, size_bytes
@@ -15,7 +15,7 @@ A command is a `Frame` whose head has an `op`; `engine/messages.py` writes and r
     cancel            number                    a sample that nobody wants any more      (no reply)
 
 Folders are absolute paths that the server chose; no client's text becomes a path. Commands of one adapter run in the
-order of their coming; those of different adapters may share a pass, where every `party` has an equal share.
+order of their coming; those of different adapters may share a pass, where every tenant has an equal share.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class SampleSpec:
     base: str
     weights: str | None = None
     """A folder with an adapter, or None for the base model."""
-    party: str = ""
-    """Whose request it is: what was read of its prompt serves nobody else's."""
+    tenant: str = ""
+    """Whose request it is: what was read of its prompt serves no other tenant's. Travels in the packet's header."""
     prompt: tuple[int, ...] = ()
     num_samples: int = 1
     max_tokens: int = 16
@@ -176,8 +176,11 @@ class Engine(Protocol):
     async def ready(self) -> None:
         """Wait until commands are taken again (after a death: until the next start succeeded)."""
 
-    async def run(self, command: Frame) -> Frame:
-        """Run one command. Raises EngineFault or EngineDied."""
+    async def run(self, command: Frame | bytes, *, tenant: str = "") -> Frame:
+        """Run one command; bytes are an encoded frame, which goes to the engine as it is. Passes name their tenant.
+
+        Raises EngineFault or EngineDied.
+        """
 
     def sample(self, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
         """`Tokens` as they are drawn if the spec is streamed, and in the end one `Sampled`. Closing it cancels."""

@@ -1,11 +1,20 @@
-"""The bytes between server and engine, and in the journal: a JSON head, then raw buffers. Never pickle.
+"""Frames, the bytes of commands and replies; packets, the frames on the engine's pipe. Never pickle.
 
-    4 bytes  length of the head (little-endian)
+A frame is a JSON head, then raw buffers. Numbers keep their packed form: what came in a protobuf body goes to the
+engine as it is. All numbers here are little-endian.
+
+    4 bytes  length of the head
     8 bytes  length of all buffers together
     head     {"op": …, …, "_sizes": [bytes of each buffer]}
     buffers  end to end
 
-Numbers keep their packed form: what came in a protobuf body goes to the engine as it is.
+A packet is a frame behind a header with what the pipe alone needs to know. The journal stores frames, and the bytes it
+stored are what the engine reads: the header saves decoding them just to add two fields.
+
+    8 bytes  number of the request; a reply has the number of its request, and 0 is for what nobody asked for
+    4 bytes  length of the tenant's name
+    tenant   UTF-8; empty in replies and where it makes no difference
+    frame    as above
 """
 
 from __future__ import annotations
@@ -13,13 +22,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from tinkex.types.packed import Buffer
 
 PREFIX = struct.Struct("<IQ")
+HEADER = struct.Struct("<QI")
 _SIZES = "_sizes"
 
 
@@ -38,6 +48,20 @@ class Frame:
         sizes = [memoryview(buffer).nbytes for buffer in self.buffers]
         head = orjson.dumps({**self.head, _SIZES: sizes})
         return [PREFIX.pack(len(head), sum(sizes)), head, *self.buffers]
+
+
+class Packet(NamedTuple):
+    """A frame as it was read from the pipe."""
+
+    number: int
+    tenant: str
+    frame: Frame
+
+
+def packet_parts(number: int, tenant: str, frame: Frame | bytes) -> list[Buffer]:
+    """Return a packet's bytes in pieces, for a writer that takes many. An encoded frame is one of them, as it is."""
+    name = tenant.encode()
+    return [HEADER.pack(number, len(name)), name, *(frame.parts() if isinstance(frame, Frame) else (frame,))]
 
 
 def decode(content: Buffer) -> Frame:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tinkex.clock import REAL, Clock
 from tinkex.engine.contract import EngineDied, EngineFault, EngineState, ModelInfo, SampleEvent, SampleSpec
-from tinkex.engine.frames import PREFIX, Frame, decode_parts
+from tinkex.engine.frames import HEADER, PREFIX, Frame, Packet, decode_parts, packet_parts
 from tinkex.engine.messages import read_event, sample_frame
 
 logger = logging.getLogger("tinkex.engine")
@@ -106,12 +106,12 @@ class LocalEngine:
                 raise EngineFault(self._failure, "server")
             await self._settled.wait()
 
-    async def run(self, command: Frame) -> Frame:
+    async def run(self, command: Frame | bytes, *, tenant: str = "") -> Frame:
         """Raises EngineDied at once if no commands are taken: after a wait, the command's adapter would be gone."""
         child = self._child
         if child is None or not self._is_ready:
             raise EngineDied(f"The engine takes no commands now: {self._reason}.")
-        number, answers = child.ask(command)
+        number, answers = child.ask(command, tenant)
         try:
             await child.drain()
             return _checked(await answers.get())
@@ -123,7 +123,7 @@ class LocalEngine:
         await self.ready()
         child = self._child
         assert child is not None
-        number, answers = child.ask(sample_frame(spec))
+        number, answers = child.ask(sample_frame(spec), spec.tenant)
         is_over = False
         try:
             await child.drain()
@@ -134,7 +134,7 @@ class LocalEngine:
         finally:
             child.forget(number)
             if not is_over:
-                child.send(Frame({"n": 0, "op": "cancel", "number": number}))
+                child.send(0, Frame({"op": "cancel", "number": number}))
 
     async def close(self) -> None:
         self._is_closed, self._is_ready, self._reason = True, False, "closed"
@@ -186,7 +186,7 @@ class LocalEngine:
         logs = asyncio.create_task(child.forward_logs())
         watchdog = asyncio.create_task(self._watch(child))
         try:
-            child.send(self._start_frame)
+            child.send(0, self._start_frame)
             await child.read(self._hear)
         except (ValueError, LookupError, TypeError) as error:
             child.kill(f"sent what is not a frame ({error})")
@@ -219,7 +219,7 @@ class LocalEngine:
                 self._is_ready, self._ready_at_s = True, self._clock.now()
                 self._settled.set()
             case "stats":
-                self._stats = {name: value for name, value in news.items() if name not in ("n", "news")}
+                self._stats = {name: value for name, value in news.items() if name != "news"}
 
 
 Answer = Frame | EngineDied
@@ -236,19 +236,19 @@ class _Child:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Queue[Answer]] = {}
 
-    def ask(self, command: Frame) -> tuple[int, asyncio.Queue[Answer]]:
+    def ask(self, command: Frame | bytes, tenant: str) -> tuple[int, asyncio.Queue[Answer]]:
         number = next(self._numbers)
         answers = self._waiting[number] = asyncio.Queue()
-        self.send(Frame({"n": number, **command.head}, command.buffers))
+        self.send(number, command, tenant)
         return number, answers
 
     def forget(self, number: int) -> None:
         self._waiting.pop(number, None)
 
-    def send(self, frame: Frame) -> None:
-        """Never waits, and a frame is never torn apart by another; `drain` is for those who can wait."""
+    def send(self, number: int, frame: Frame | bytes, tenant: str = "") -> None:
+        """Never waits, and a packet is never torn apart by another; `drain` is for those who can wait."""
         if not self._stdin.is_closing():
-            self._stdin.writelines(frame.parts())
+            self._stdin.writelines(packet_parts(number, tenant, frame))
 
     async def drain(self) -> None:
         try:
@@ -258,17 +258,19 @@ class _Child:
 
     async def read(self, hear: Callable[[Mapping[str, Any]], None]) -> None:
         """Hand out what the child says until it says no more."""
-        while (frame := await self._next()) is not None:
-            if "news" in frame.head:
-                hear(frame.head)
-            elif (answers := self._waiting.get(frame.head["n"])) is not None:
-                answers.put_nowait(frame)
+        while (packet := await self._next()) is not None:
+            if packet.number == 0:
+                hear(packet.frame.head)
+            elif (answers := self._waiting.get(packet.number)) is not None:
+                answers.put_nowait(packet.frame)
 
-    async def _next(self) -> Frame | None:
+    async def _next(self) -> Packet | None:
+        read = self._stdout.readexactly
         try:
-            head_size, body_size = PREFIX.unpack(await self._stdout.readexactly(PREFIX.size))
-            head = await self._stdout.readexactly(head_size)
-            return decode_parts(head, await self._stdout.readexactly(body_size))
+            number, name_size = HEADER.unpack(await read(HEADER.size))
+            tenant = (await read(name_size)).decode()
+            head_size, body_size = PREFIX.unpack(await read(PREFIX.size))
+            return Packet(number, tenant, decode_parts(await read(head_size), await read(body_size)))
         except asyncio.IncompleteReadError:
             return None
 
@@ -324,7 +326,6 @@ def _checked(answer: Answer) -> Frame:
     if isinstance(answer, EngineDied):
         raise answer
     head = answer.head
-    del head["n"]
     if head.pop("ok", True):
         head.pop("event", None)
         return answer

@@ -69,8 +69,9 @@ def read_outputs(reply: Frame) -> list[dict[str, TensorData]]:
 
 
 def sample_frame(spec: SampleSpec) -> Frame:
-    """The prompt travels packed, the rest in the head."""
-    head = {entry.name: getattr(spec, entry.name) for entry in fields(spec) if entry.name != "prompt"}
+    """The prompt travels packed, the tenant in the packet's header, the rest in the head."""
+    elsewhere = ("prompt", "tenant")
+    head = {entry.name: getattr(spec, entry.name) for entry in fields(spec) if entry.name not in elsewhere}
     return Frame({"op": "sample", **head}, [pack_tokens(spec.prompt)])
 
 

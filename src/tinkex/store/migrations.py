@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, MetaData, inspect, select, text
+from sqlalchemy import Connection, MetaData, case, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from tinkex.errors import ConfigError
-from tinkex.store.rows import metadata, schema_version
+from tinkex.store.rows import metadata, operations, schema_version
 
 logger = logging.getLogger("tinkex.store")
 
@@ -43,7 +43,19 @@ def complete(connection: Connection, wanted: MetaData = metadata) -> None:
                 index.create(connection)
 
 
-STEPS: tuple[Step, ...] = (complete, complete)
+def separate_tokens_from_cost(connection: Connection) -> None:
+    """Add `operations.tokens`, and fill it for operations of older releases.
+
+    Until version 2 a row had the scheduler's cost alone: three times the tokens of a forward_backward, the tokens of a
+    forward, nothing for other kinds.
+    """
+    complete(connection)
+    cost, kind = operations.c.cost_tokens, operations.c.kind
+    tokens = case((kind == "forward_backward", cost // 3), (kind == "forward", cost), else_=0)
+    connection.execute(update(operations).where(cost > 0).values(tokens=tokens))
+
+
+STEPS: tuple[Step, ...] = (complete, complete, separate_tokens_from_cost)
 """Step n is at place n - 1. A later step that only adds is `complete` again; one that also fills calls it first."""
 
 

@@ -61,6 +61,7 @@ class OperationRecord:
     created_at: float = 0.0
     finished_at: float | None = None
     cost_tokens: int = 0
+    """What the scheduler charges its tenant, in tokens of a forward pass. To be shown: `tokens`."""
     error: str | None = None
     category: str | None = None
     result_type: Literal["json", "proto"] | None = None
@@ -70,6 +71,8 @@ class OperationRecord:
     """From when the engine was given it until it answered; what others had it do meanwhile is in it."""
     metrics: dict[str, float] | None = None
     """What came of it in numbers; they stay when the result expires."""
+    tokens: int = 0
+    """Input tokens of a pass: those that a page or a report shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,7 @@ operations = Table(
     Column("result_type", SafeText),
     Column("options", Json, nullable=False),
     Column("engine_s", Double),
+    Column("tokens", BigInteger, nullable=False, server_default="0"),
     Column("metrics", Json),
     UniqueConstraint("run_id", "seq_id", name="operations_once"),
 )

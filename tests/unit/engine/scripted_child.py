@@ -106,15 +106,15 @@ class Sampler:
 
 def load(start: Mapping[str, Any], send: main.Send) -> main.Loop:
     name = start["models"][0]["name"]
-    send(Frame({"n": 0, "news": "loading", "what": name}))
+    send(0, Frame({"news": "loading", "what": name}))
     match name:
         case "broken":
             raise OSError("its weights are missing")
         case "endless":
             threading.Event().wait()
         case "garbage":
-            send(Frame({"no": "number"}))
-    send(Frame({"n": 0, "news": "ready", "threads": 1, "device": "cpu"}))
+            send(0, Frame({"no": "news"}))
+    send(0, Frame({"news": "ready", "threads": 1, "device": "cpu"}))
     return main.Loop(Trainer(), Sampler(), send)  # type: ignore[arg-type]
 
 

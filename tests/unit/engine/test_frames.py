@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from array import array
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.engine.contract import Sampled, SampleSpec, Sequence, Tokens
-from tinkex.engine.frames import Frame, decode
+from tinkex.engine.frames import Frame, decode, packet_parts
 from tinkex.engine.messages import event_frame, pass_frame, read_event, read_sample, sample_frame
-from tinkex.engine.process.main import read_frame
+from tinkex.engine.process.main import read_packet
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.tensor import TensorData
 
@@ -54,23 +55,41 @@ def test_a_frame_with_something_behind_it_is_refused() -> None:
         decode(Frame({}, [b"x" * 900]).encode() + b"more" * 50)
 
 
-def test_the_child_reads_frame_after_frame_and_then_the_end() -> None:
-    frames = [Frame({"n": 1}, [b"a" * 100_000, b""]), Frame({"n": 2}), Frame({"n": 3}, [b"b"])]
-    stream = io.BytesIO(b"".join(frame.encode() for frame in frames))
-    read = [read_frame(stream) for _ in frames]
-    assert [frame and frame.head for frame in read] == [{"n": 1}, {"n": 2}, {"n": 3}]
-    assert read[0] is not None and [len(buffer) for buffer in read[0].buffers] == [100_000, 0]
-    assert read_frame(stream) is None
+def packet(number: int, tenant: str, frame: Frame | bytes) -> bytes:
+    return b"".join(packet_parts(number, tenant, frame))
 
 
-@pytest.mark.parametrize("cut", [3, 14, -1])
-def test_a_pipe_that_ends_inside_a_frame_is_the_end(cut: int) -> None:
-    assert read_frame(io.BytesIO(Frame({"op": "drop"}, [b"12345678"]).encode()[:cut])) is None
+def test_the_engine_reads_packet_after_packet_and_then_the_end() -> None:
+    frames = [Frame({"op": "a"}, [b"a" * 100_000, b""]), Frame({"op": "b"}), Frame({"op": "c"}, [b"b"])]
+    tenants = ["ann", "", "Zoë/🐈"]
+    sent = [packet(number, tenant, frame) for number, (tenant, frame) in enumerate(zip(tenants, frames, strict=True))]
+    stream = io.BytesIO(b"".join(sent))
+    read = [read_packet(stream) for _ in frames]
+    assert [found and (found.number, found.tenant, found.frame.head) for found in read] == [
+        (0, "ann", {"op": "a"}), (1, "", {"op": "b"}), (2, "Zoë/🐈", {"op": "c"}),
+    ]  # fmt: skip
+    assert read[0] is not None and [len(buffer) for buffer in read[0].frame.buffers] == [100_000, 0]
+    assert read_packet(stream) is None
 
 
-def test_the_childs_buffers_can_be_written_to() -> None:
-    frame = read_frame(io.BytesIO(Frame({}, [b"1234"]).encode()))
-    assert frame is not None and not memoryview(frame.buffers[0]).readonly  # torch warns of what it may not write
+def test_an_encoded_frame_is_put_into_its_packet_untouched() -> None:
+    """Head and buffers as they were stored, also where this release would have written the head otherwise."""
+    head = b'{ "op": "later", "_sizes": [ 2 ] , "field of another release": 1e2}'
+    stored = struct.pack("<IQ", len(head), 2) + head + b"xy"
+    *_, frame = packet_parts(7, "ann", stored)
+    assert frame is stored
+    read = read_packet(io.BytesIO(packet(7, "ann", stored)))
+    assert read is not None and read.frame.head == {"op": "later", "field of another release": 100.0}
+
+
+@pytest.mark.parametrize("cut", [3, 10, 14, 17, 28, -1])
+def test_a_pipe_that_ends_inside_a_packet_is_the_end(cut: int) -> None:
+    assert read_packet(io.BytesIO(packet(1, "ann", Frame({"op": "drop"}, [b"12345678"]))[:cut])) is None
+
+
+def test_the_engines_buffers_can_be_written_to() -> None:
+    read = read_packet(io.BytesIO(packet(1, "", Frame({}, [b"1234"]))))
+    assert read is not None and not memoryview(read.frame.buffers[0]).readonly  # torch warns of what it may not write
 
 
 def test_a_pass_carries_tokens_and_tensors_packed() -> None:

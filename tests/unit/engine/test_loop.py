@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.oracle import datum
-from tinkex.engine.frames import Frame
+from tinkex.engine.frames import Frame, Packet
 from tinkex.engine.messages import pass_frame
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.process.loop import MOMENTS, PATIENCE, Loop, moment_s
@@ -33,7 +33,7 @@ class Engine:
         self.trainer = Trainer(models)
         self.batches = 0
         self.replies: dict[int, dict[str, Any]] = {}
-        self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Packet] = queue.SimpleQueue()
         self._awaited = 0
         self._loop = Loop(self.trainer, Sampler(models), self._hear, moment_s)
         begin = self.trainer._next_batch
@@ -45,7 +45,7 @@ class Engine:
         self.trainer._next_batch = count  # type: ignore[method-assign]
 
     def send(self, number: int, frame: Frame) -> None:
-        self.inbox.put(Frame({"n": number, **frame.head}, frame.buffers))
+        self.inbox.put(Packet(number, "", frame))
 
     def create(self, *names: str) -> None:
         for number, name in enumerate(names):
@@ -59,9 +59,9 @@ class Engine:
         with pytest.raises(Over):
             self._loop.serve(self.inbox)
 
-    def _hear(self, frame: Frame) -> None:
-        if frame.head["n"]:
-            self.replies[frame.head["n"]] = frame.head
+    def _hear(self, number: int, frame: Frame) -> None:
+        if number:
+            self.replies[number] = frame.head
             if len(self.replies) == self._awaited:
                 raise Over
 

@@ -724,12 +724,14 @@ def test_a_prompt_is_read_once_for_all_calls_that_have_it_and_turns_read_what_is
     same(sampled(answers, 7), answer(tiny, spec(turn, max_tokens=5, seed=0)))
 
 
-def test_what_was_read_for_one_party_serves_no_other(tiny: Model, adapter_folders: list[str]) -> None:
+def test_what_was_read_for_one_tenant_serves_no_other(tiny: Model, adapter_folders: list[str]) -> None:
     running = sampler(tiny)
     long = list(TEXT.encode()) * 2
 
-    def hits(party: str, weights: str | None) -> int:
-        return sampled(finish(running, {1: spec(long, weights=weights, max_tokens=1, party=party)}), 1).cache_hit_tokens
+    def hits(tenant: str, weights: str | None) -> int:
+        return sampled(
+            finish(running, {1: spec(long, weights=weights, max_tokens=1, tenant=tenant)}), 1
+        ).cache_hit_tokens
 
     assert hits("a", adapter_folders[0]) == 0
     assert hits("b", adapter_folders[0]) == 0

@@ -494,7 +494,7 @@ class Whole:
         yield
 
 
-def passes_of(tiny: Model, lengths: dict[str, list[int]], parties: dict[str, str] | None = None) -> list[Pass]:
+def passes_of(tiny: Model, lengths: dict[str, list[int]], tenants: dict[str, str] | None = None) -> list[Pass]:
     adapter = Session(tiny).create()
     loss = losses.find("cross_entropy")
     found = []
@@ -504,12 +504,12 @@ def passes_of(tiny: Model, lengths: dict[str, list[int]], parties: dict[str, str
             for n, size in enumerate(given)
         ]
         items = [Item(adapter, one, loss, {}, False) for one in data]
-        found.append(Pass(0, name, items, (parties or {}).get(name, name)))
+        found.append(Pass(0, name, items, (tenants or {}).get(name, name)))
     return found
 
 
-def sizes(tiny: Model, budget: int, lengths: dict[str, list[int]], parties: dict[str, str] | None = None) -> Any:
-    passes = passes_of(tiny, lengths, parties)
+def sizes(tiny: Model, budget: int, lengths: dict[str, list[int]], tenants: dict[str, str] | None = None) -> Any:
+    passes = passes_of(tiny, lengths, tenants)
     share(passes, budget, Whole())
     return {one.name: [item.length for item in one.running] for one in passes}
 
@@ -533,7 +533,7 @@ def test_a_short_pass_is_in_the_next_micro_batch_beside_a_long_one(tiny: Model) 
     assert sizes(tiny, 100, {"long": [10] * 50, "short": [10]}) == {"long": [10] * 9, "short": [10]}
 
 
-def test_parties_share_by_tokens_however_many_passes_and_datums_they_have(tiny: Model) -> None:
+def test_tenants_share_by_tokens_however_many_passes_and_datums_they_have(tiny: Model) -> None:
     lengths = {"a1": [10] * 9, "a2": [10] * 9, "a3": [10] * 9, "b": [30, 30, 30]}
     found = sizes(tiny, 120, lengths, {"a1": "a", "a2": "a", "a3": "a", "b": "b"})
     assert sum(found["b"]) == 60 and [sum(found[name]) for name in ("a1", "a2", "a3")] == [30, 20, 10]
@@ -551,7 +551,7 @@ def test_a_party_with_many_long_passes_does_not_keep_another_waiting(tiny: Model
     long = datum(range(40), target_tokens=range(1, 41))
     for number, name in enumerate((*names, "b")):
         frame = pass_frame("forward_backward", name, [long] if name != "b" else DATA[:1], "cross_entropy", None)
-        frame.head["party"] = name[0]
+        frame.head["tenant"] = name[0]
         session.trainer.add(number, decode(frame.encode()))
     order: list[int] = []
     while session.trainer.has_work:

@@ -32,7 +32,7 @@ def row(
 ) -> OperationRecord:
     return OperationRecord(
         request_id=f"op-{seq_id}", run_id="r", tenant="t", seq_id=seq_id, kind=kind, digest="", state="done",
-        finished_at=float(seq_id), cost_tokens=tokens, engine_s=s, metrics=metrics,
+        finished_at=float(seq_id), cost_tokens=3 * tokens, tokens=tokens, engine_s=s, metrics=metrics,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tests.unit.server.fake_engine import FakeEngine
+from tests.unit.server.fake_engine import FakeEngine, head_of
 from tests.unit.server.test_worker import TINY, backward, done, new_lane, running, scenario, step
 from tinkex.engine.contract import EngineDied
 from tinkex.engine.frames import Frame
@@ -72,13 +72,13 @@ async def test_a_result_that_expired_is_410_for_its_tenant_and_unknown_to_others
 class Slow(FakeEngine):
     """A pass takes 20 ms and a step 60 ms, so that a pass that kills the engine takes the steps with it."""
 
-    async def run(self, command: Frame) -> Frame:
+    async def run(self, command: Frame | bytes, *, tenant: str = "") -> Frame:
         generation = self.generation
-        for _ in range({"forward_backward": 20, "optim_step": 60}.get(command.head["op"], 0)):
+        for _ in range({"forward_backward": 20, "optim_step": 60}.get(head_of(command)["op"], 0)):
             await asyncio.sleep(0.001)
             if self.generation != generation:
                 raise EngineDied("killed by signal 9")
-        return await super().run(command)
+        return await super().run(command, tenant=tenant)
 
 
 @scenario

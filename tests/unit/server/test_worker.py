@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,8 +19,10 @@ from tinkex.engine.frames import Frame
 from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.main import build
 from tinkex.server.service import Service
+from tinkex.server.training.intake import KEPT_COMMAND_BYTES
 from tinkex.server.training.run_queue import Lane
 from tinkex.server.training.waiters import Outcome
+from tinkex.server.training.worker import WINDOW
 from tinkex.settings import ServeConfig
 from tinkex.store.records import RunRecord, SessionRecord
 from tinkex.store.store import Store
@@ -200,6 +203,26 @@ async def test_an_operation_that_keeps_killing_the_engine_fails_and_the_run_goes
 
 
 @scenario
+async def test_the_engine_gets_the_very_bytes_that_the_journal_stored(tmp_path: Path) -> None:
+    """When an operation runs, and when it is replayed: small ones from memory, others from the journal."""
+    # No encoder of ours writes a head like this one: whatever decodes and encodes it again changes it.
+    head = b'{ "op": "forward_backward", "adapter": "s:train:0", "loss_fn": "x", "data": [1], "_sizes": [%d]}'
+    stored = []
+    for size in (8, KEPT_COMMAND_BYTES + 1):
+        head_of_size = head % size
+        stored.append(struct.pack("<IQ", len(head_of_size), size) + head_of_size + bytes(size))
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        lane = await new_lane(service)
+        for number, command in enumerate(stored, 1):
+            await done(service, await service.intake.submit(lane, number, "forward_backward", command))
+        assert engine.received[-2:] == [(command, "t") for command in stored]
+        engine.die()
+        await done(service, await step(service, lane, 3, 1.0))
+        assert engine.received[-3:-1] == [(command, "t") for command in stored], "replayed"
+
+
+@scenario
 async def test_a_restarted_service_finishes_what_was_accepted(tmp_path: Path) -> None:
     first = FakeEngine()
     async with running(tmp_path, first) as service:
@@ -310,6 +333,25 @@ async def test_the_queue_is_bounded_per_tenant(tmp_path: Path) -> None:
         assert (refused.value.status, refused.value.headers["retry-after"]) == (429, "1")
         await step(service, other, 1, 1.0)
         engine.gate.set()
+
+
+@scenario
+async def test_a_tenant_with_many_runs_does_not_keep_another_out_of_the_engine(tmp_path: Path) -> None:
+    """Only so many operations are in the engine at once; whose is next when one ends is for the scheduler to say."""
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        many = [await new_lane(service, f"many{number}", "greedy") for number in range(WINDOW + 20)]
+        late = await new_lane(service, "late", "modest")
+        engine.gate.clear()
+        before = len(engine.commands)
+        for lane in many:
+            await backward(service, lane, 1)
+        await backward(service, late, 1)
+        engine.gate.set()
+        for lane in (*many, late):
+            await done(service, str(lane.taken[1].request_id))
+        order = [head["adapter"] for head in engine.commands[before:]]
+        assert order.index(late.run.id) <= WINDOW + 1, "it ran before those that the window had kept out"
 
 
 @scenario

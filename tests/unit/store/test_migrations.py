@@ -67,6 +67,22 @@ def test_what_an_older_database_lacks_is_added_and_its_rows_stay(place: Place) -
         assert "sessions_by_tenant" in {index["name"] for index in inspect(connection).get_indexes(sessions.name)}
 
 
+def test_operations_of_version_2_get_their_tokens_from_their_cost(place: Place) -> None:
+    """Version 2 had one column, `cost_tokens`: three times the tokens of a forward_backward."""
+    store = place.open()
+    store.add_run(run(), operation(0, kind="create_model"), b"create")
+    for seq_id, kind, cost in ((1, "forward_backward", 300), (2, "forward", 40), (3, "optim_step", 0)):
+        store.add_operation(operation(seq_id, kind=kind, cost_tokens=cost), b"command")
+    with store._write() as connection:
+        connection.execute(text("ALTER TABLE operations DROP COLUMN tokens"))
+        connection.execute(schema_version.update().values(version=2))
+    store.close()
+    rows = place.open().operations_of("s:train:0")
+    assert [(row.kind, row.cost_tokens, row.tokens) for row in rows] == [
+        ("create_model", 0, 0), ("forward_backward", 300, 100), ("forward", 40, 40), ("optim_step", 0, 0),
+    ]  # fmt: skip
+
+
 def test_each_step_runs_once_and_in_order(place: Place) -> None:
     ran: list[int] = []
     steps = [lambda connection, n=n: ran.append(n) for n in (1, 2, 3, 4)]

@@ -94,7 +94,7 @@ def test_pages_of_a_search_meet_exactly_when_their_cursor_travels_as_a_date(stor
 
 def test_a_run_and_its_creation_come_together(store: Store) -> None:
     given = run(seed=2**64 - 1, user_metadata={"renderer": "role_colon"})
-    creation = operation(0, kind="create_model", options={"base": "tiny"}, cost_tokens=5)
+    creation = operation(0, kind="create_model", options={"base": "tiny"}, cost_tokens=15, tokens=5)
     store.add_run(given, creation, b"frame")
     assert store.get_run(RUN) == given
     assert store.get_operation(f"{RUN}/0") == creation

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.clock import REAL
 from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, Tokens
-from tinkex.engine.frames import Frame
+from tinkex.engine.frames import Frame, Packet
 from tinkex.engine.messages import event_frame, read_sample
 from tinkex.engine.process.turns import Turn, Turns
 
@@ -38,7 +38,8 @@ _LONGEST_MOMENT_S = 0.02
 _READ_PER_S = {"cpu": 20e9}
 """Bytes; elsewhere a terabyte."""
 
-Send = Callable[[Frame], None]
+Send = Callable[[int, Frame], None]
+"""Sends a reply to the request of that number; 0 is for what nobody asked for."""
 
 
 def moment_s(weights_bytes: int, device: str) -> float:
@@ -65,7 +66,7 @@ class Loop:
         self._stats_due_s = 0.0
         self._has_news = True
 
-    def serve(self, inbox: queue.SimpleQueue[Frame]) -> None:
+    def serve(self, inbox: queue.SimpleQueue[Packet]) -> None:
         """For good: the reader ends the process."""
         while True:
             turn = self._turns.choose(can_train=self._trainer.has_work, can_decode=self._sampler.has_work)
@@ -76,7 +77,7 @@ class Loop:
             self._report()
             self._take(inbox, wait=not self._trainer.has_work and not self._sampler.has_work)
 
-    def _take(self, inbox: queue.SimpleQueue[Frame], wait: bool) -> None:
+    def _take(self, inbox: queue.SimpleQueue[Packet], wait: bool) -> None:
         """Everything that has arrived; if there is nothing else to do, wait for it until statistics are due."""
         try:
             if wait:
@@ -88,7 +89,7 @@ class Loop:
         except queue.Empty:
             return
 
-    def _wait_for_company(self, inbox: queue.SimpleQueue[Frame]) -> None:
+    def _wait_for_company(self, inbox: queue.SimpleQueue[Packet]) -> None:
         if self._trainer.passes:
             self._together, self._most = self._most, self._trainer.passes
         looks = max(MOMENTS, self._together) if self._moment_s else 0
@@ -102,8 +103,10 @@ class Loop:
         is_pass = self._trainer.passes > 0 and len(self._adapters) > 1
         return is_pass or self._sampler.has_work
 
-    def _accept(self, frame: Frame) -> None:
-        number, op = frame.head.pop("n"), frame.head.get("op")
+    def _accept(self, packet: Packet) -> None:
+        number, tenant, frame = packet
+        frame.head["tenant"] = tenant
+        op = frame.head.get("op")
         self._has_news = True
         if op == "sample":
             try:
@@ -115,7 +118,7 @@ class Loop:
             self._samples.discard(frame.head["number"])
             self._sampler.cancel(frame.head["number"])
         elif op == "ping":
-            self._send(Frame({"n": number, "ok": True, **self._stats()}))
+            self._send(number, Frame({"ok": True, **self._stats()}))
         else:
             self._commands[number] = frame
             self._trainer.add(number, frame)
@@ -150,7 +153,7 @@ class Loop:
 
     def _tell(self, number: int, event: SampleEvent | EngineFault) -> None:
         if isinstance(event, Tokens):
-            self._send(Frame({"n": number, "event": True, **event_frame(event).head}))
+            self._send(number, Frame({"event": True, **event_frame(event).head}))
             return
         self._samples.discard(number)
         if isinstance(event, Sampled):
@@ -161,7 +164,7 @@ class Loop:
 
     def _answer(self, number: int, op: str, reply: Frame) -> None:
         try:
-            self._send(Frame({"n": number, "ok": True, **reply.head}, reply.buffers))
+            self._send(number, Frame({"ok": True, **reply.head}, reply.buffers))
         except Exception as error:  # it cannot be written down
             self._fail(number, op, error)
 
@@ -171,7 +174,7 @@ class Loop:
         else:
             logger.error("%s failed.", op, exc_info=error)
             text, category = _apology(op, error), "server"
-        self._send(Frame({"n": number, "ok": False, "error": text, "category": category}))
+        self._send(number, Frame({"ok": False, "error": text, "category": category}))
 
     def _count(self, command: Frame) -> None:
         match command.head["op"]:
@@ -188,7 +191,7 @@ class Loop:
         if self._has_news and REAL.now() >= self._stats_due_s:
             self._stats_due_s = REAL.now() + STATS_EVERY_S
             self._has_news = bool(self._commands) or self._sampler.has_work
-            self._send(Frame({"n": 0, "news": "stats", **self._stats()}))
+            self._send(0, Frame({"news": "stats", **self._stats()}))
 
     def _stats(self) -> dict[str, Any]:
         return {

@@ -4,12 +4,12 @@ stdin brings commands, stdout takes replies; whatever else prints to stdout ends
 thread computes: training micro-batches and decode steps take turns (`schedule`). When stdin ends, so does the process,
 at once: the server keeps everything that must survive.
 
-The first frame names models and settings. What the child says unasked has the number 0:
+The first packet names models and settings. What the child says unasked has the number 0:
 
-    {"n": 0, "news": "loading", "what"} · "ready", "threads", "device" · "failed", "error" · "stats", …
+    {"news": "loading", "what"} · "ready", "threads", "device" · "failed", "error" · "stats", …
 
-A command has a number `n`, and so has its reply: {"n", "ok": true, …} or {"n", "ok": false, "error", "category"}.
-A sample's tokens come before its reply as {"n", "event": true, …}.
+A command has a number, and so has its reply: {"ok": true, …} or {"ok": false, "error", "category"}.
+A sample's tokens come before its reply as {"event": true, …}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from tinkex.engine.contract import EngineFault, ModelInfo
-from tinkex.engine.frames import PREFIX, Frame, decode_parts
+from tinkex.engine.frames import HEADER, PREFIX, Frame, Packet, decode_parts, packet_parts
 from tinkex.engine.process.loop import Loop, Send, moment_s
 from tinkex.errors import MissingExtra
 
@@ -42,15 +42,15 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
     faulthandler.enable()
     send = _sender(replies)
-    inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Packet] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(commands, inbox), daemon=True, name="inbox").start()
     gc.disable()  # nothing that an import makes is garbage: looking for it takes a sixth of the start
     try:
-        loop = load(inbox.get().head, send)
+        loop = load(inbox.get().frame.head, send)
     except Exception as error:
         if not isinstance(error, EngineFault):  # that one is a sentence for the user already
             logger.exception("The engine cannot start.")
-        send(Frame({"n": 0, "news": "failed", "error": _why_not(error)}))
+        send(0, Frame({"news": "failed", "error": _why_not(error)}))
         os._exit(1)
     gc.freeze()  # nor will it ever be
     gc.enable()
@@ -72,8 +72,8 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _sender(replies: BinaryIO) -> Send:
-    def send(frame: Frame) -> None:
-        content = memoryview(frame.encode())
+    def send(number: int, frame: Frame) -> None:
+        content = memoryview(b"".join(packet_parts(number, "", frame)))
         try:
             while content:
                 content = content[replies.write(content) :]
@@ -94,19 +94,23 @@ def _outlive_nobody() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _read(stdin: BinaryIO, inbox: queue.SimpleQueue[Frame]) -> None:
+def _read(stdin: BinaryIO, inbox: queue.SimpleQueue[Packet]) -> None:
     status = 1
     try:
-        while (frame := read_frame(stdin)) is not None:
-            inbox.put(frame)
+        while (packet := read_packet(stdin)) is not None:
+            inbox.put(packet)
         status = 0
     finally:
         os._exit(status)
 
 
-def read_frame(stream: BinaryIO) -> Frame | None:
-    """The next frame, or None at the end. Its buffers are writable views, as torch likes them."""
-    prefix = stream.read(PREFIX.size)
+def read_packet(stream: BinaryIO) -> Packet | None:
+    """The next packet, or None at the end. Its buffers are writable views, as torch likes them."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    number, name_size = HEADER.unpack(header)
+    tenant, prefix = stream.read(name_size), stream.read(PREFIX.size)
     if len(prefix) < PREFIX.size:
         return None
     head_size, body_size = PREFIX.unpack(prefix)
@@ -117,12 +121,12 @@ def read_frame(stream: BinaryIO) -> Frame | None:
         if not count:
             return None
         at += count
-    return decode_parts(head, body) if len(head) == head_size else None
+    return Packet(number, tenant.decode(), decode_parts(head, body)) if len(head) == head_size else None
 
 
 def load(start: Mapping[str, Any], send: Send) -> Loop:
     """Import torch, load the models; slow. Says what it is at."""
-    send(Frame({"n": 0, "news": "loading", "what": "PyTorch"}))
+    send(0, Frame({"news": "loading", "what": "PyTorch"}))
     _settle_threads_and_memory()
     import torch
     from transformers.utils import logging as transformers_logging
@@ -142,7 +146,7 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     for fields in start["models"]:
         fields["aliases"], fields["end_tokens"] = tuple(fields["aliases"]), tuple(fields["end_tokens"])
         info = ModelInfo(**fields)
-        send(Frame({"n": 0, "news": "loading", "what": info.aliases[0] if info.aliases else info.name}))
+        send(0, Frame({"news": "loading", "what": info.aliases[0] if info.aliases else info.name}))
         loaded = loaded_model.load(info, device, dtype)
         models.update(dict.fromkeys(info.names, loaded))
     trainer = Trainer(models, token_budget=start["token_budget"])
@@ -153,7 +157,7 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
         adapters_bytes=start["adapters_bytes"],
         weights=start["decode_weights"],
     )
-    send(Frame({"n": 0, "news": "ready", "threads": threads, "device": str(device)}))
+    send(0, Frame({"news": "ready", "threads": threads, "device": str(device)}))
     largest = max(sum(part.nbytes for part in one.module.parameters()) for one in models.values())
     return Loop(trainer, sampler, send, moment_s(largest, device.type))
 

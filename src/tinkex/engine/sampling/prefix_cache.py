@@ -1,6 +1,6 @@
 """Prompts that were read, and those that were read before: what two have in common is computed once.
 
-Kept are the last used ones, within a number of tokens. A prompt serves requests of the same weights and the same party
+Kept are the last used ones, within a number of tokens. A prompt serves requests of the same weights and the same tenant
 alone.
 
 Axes: V vocabulary.

@@ -87,9 +87,9 @@ class Sampler:
             most = min(most, max(model.info.max_context_length - len(spec.prompt), 0))
         request = Request(number, spec, most, self._stops(spec, model), PromptScores(spec))
         key = self._adapters.key_of(spec, model)
-        # What was read is its party's alone, also with the base model: an answer tells how much of a prompt was known,
+        # What was read is its tenant's alone, also with the base model: an answer tells how much of a prompt was known,
         # and whoever may ask often could read another's prompt out of that, token by token.
-        request.key = (key, spec.party)
+        request.key = (key, spec.tenant)
         self._waiting[number] = key, request
 
     def cancel(self, number: int) -> None:

@@ -1,6 +1,6 @@
 """Passes on their way, and how they share micro-batches.
 
-Each party (the server says who) gets an equal share of a micro-batch's tokens, and what one leaves over the others
+Each tenant gets an equal share of a micro-batch's tokens, and what one leaves over the others
 take, so that a short pass is over with the next micro-batch however long the others are.
 """
 
@@ -23,12 +23,12 @@ from tinkex.engine.training.runner import Item, Outcome, Runner
 class Pass:
     """A `forward` or `forward_backward` on its way."""
 
-    def __init__(self, number: int, name: str, items: Sequence[Item], party: str = "") -> None:
+    def __init__(self, number: int, name: str, items: Sequence[Item], tenant: str = "") -> None:
         self.number, self.name, self.items = number, name, items
         self.adapter = items[0].adapter
         self.needs_gradient = items[0].needs_gradient
-        self.party = party
-        """Whose it is: parties get equal shares, however many passes they have."""
+        self.tenant = tenant
+        """Whose it is: tenants get equal shares, however many passes they have."""
         self.is_alone = False
         """Whether it shares no micro-batch: it was in one that failed."""
         self.seconds = 0.0
@@ -69,7 +69,7 @@ class Pass:
 def share(passes: Sequence[Pass], token_budget: int, runner: Runner) -> list[Item]:
     """The items of the next micro-batch; they move from `left` to `running`.
 
-    The pass that waits longest has at least one, however long: nobody starves. Then every party has an equal share of
+    The pass that waits longest has at least one, however long: nobody starves. Then every tenant has an equal share of
     the tokens, and what is left over goes to whoever comes first.
     """
     taken: list[Item] = []
@@ -88,11 +88,11 @@ def share(passes: Sequence[Pass], token_budget: int, runner: Runner) -> list[Ite
         return length
 
     advance = take(passes[0], token_budget)
-    parties: dict[str, list[Pass]] = {}
+    tenants: dict[str, list[Pass]] = {}
     for one in passes:
-        parties.setdefault(one.party, []).append(one)
-    for members in parties.values():
-        room = token_budget // len(parties) - (advance if passes[0] in members else 0)
+        tenants.setdefault(one.tenant, []).append(one)
+    for members in tenants.values():
+        room = token_budget // len(tenants) - (advance if passes[0] in members else 0)
         waiting = deque(members)
         while waiting:  # one item of each in turn
             one = waiting.popleft()

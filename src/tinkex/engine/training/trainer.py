@@ -155,7 +155,7 @@ class Trainer:
         needs_gradient = head["op"] == "forward_backward"
         data = training_data.read(command, loss, adapter.model)
         items = [Item(adapter, datum, loss, config, needs_gradient) for datum in data]
-        return Pass(number, head["adapter"], items, str(head.get("party", "")))
+        return Pass(number, head["adapter"], items, str(head.get("tenant", "")))
 
     def _next_batch(self) -> Generator[None, None, None]:
         """The next micro-batch, of the base model whose turn it is."""
@@ -165,9 +165,9 @@ class Trainer:
         runner = self._runners[model]
         items = share(chosen, self._token_budget, runner)
         self._batch, self._batch_s = [one for one in chosen if one.running], 0.0
-        # Parties that had a turn go behind the others, and within a party its passes.
-        served = {one.party for one in self._batch}
-        self._passes.sort(key=lambda one: (one.party in served, one in self._batch))
+        # Tenants that had a turn go behind the others, and within a tenant its passes.
+        served = {one.tenant for one in self._batch}
+        self._passes.sort(key=lambda one: (one.tenant in served, one in self._batch))
         return runner.run(items)
 
     def _settle(self) -> list[Reply]:

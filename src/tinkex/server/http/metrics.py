@@ -48,7 +48,7 @@ class Metrics:
             registry=registry,
         )
         self._trained = Counter(
-            "tinkex_trained_tokens", "Tokens in operations that succeeded.", ["base_model", "kind"], registry=registry
+            "tinkex_trained_tokens", "Input tokens of passes that succeeded.", ["base_model", "kind"], registry=registry
         )
         self._samples = Counter("tinkex_samples", "Sampling requests that ended.", ["outcome"], registry=registry)
         self._sampled = Counter("tinkex_sampled_tokens", "Tokens drawn.", ["base_model"], registry=registry)

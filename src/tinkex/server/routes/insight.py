@@ -83,7 +83,7 @@ def _queued(service: Service, pending: Pending) -> dict[str, object]:
         "run_id": pending.run_id,
         "seq_id": pending.seq_id,
         "kind": pending.kind,
-        "tokens": pending.cost_tokens,
+        "tokens": pending.tokens,
         "waiting_s": service.clock.now() - pending.arrived,
         "state": state,
         "reason": reason,

@@ -121,7 +121,7 @@ async def _pass(request: Request, kind: str) -> Response:
         batch = given.batch
         tokens = check_data(batch.data, batch.loss_fn, batch.loss_fn_config, model)
         frame = pass_frame(given.kind, lane.run.id, batch.data, batch.loss_fn, batch.loss_fn_config)
-        return frame.encode(), {}, tokens * (1 if given.kind == "forward" else 3)
+        return frame.encode(), {}, tokens
 
     fields = {"seq_id": given.seq_id}
     return await _submit(service, lane, fields, given.kind, make, in_thread=len(content) > IN_THREAD_BYTES)
@@ -269,10 +269,10 @@ async def _submit(
     """Make the command. A number whose content is refused counts as arrived: the next one does not wait for it."""
     seq_id = fields.get("seq_id")
     try:
-        command, options, cost = await asyncio.to_thread(make) if in_thread else make()
+        command, options, tokens = await asyncio.to_thread(make) if in_thread else make()
     except (RequestRejected, ValidationError) as problem:
         refused = problem if isinstance(problem, RequestRejected) else bad_request(str(problem), "invalid")
         await service.intake.refuse(lane, seq_id, kind, refused)
         raise refused from None
-    request_id = await service.intake.submit(lane, seq_id, kind, command, options=options, cost_tokens=cost)
+    request_id = await service.intake.submit(lane, seq_id, kind, command, options=options, tokens=tokens)
     return json_response({"request_id": request_id, "model_id": lane.run.id})

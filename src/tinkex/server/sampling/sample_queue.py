@@ -394,7 +394,7 @@ class Sampling:
         while True:
             try:
                 await self._engine.ready()
-                async with aclosing(self._engine.sample(replace(job.spec, party=job.tenant))) as events:  # type: ignore[type-var]
+                async with aclosing(self._engine.sample(replace(job.spec, tenant=job.tenant))) as events:  # type: ignore[type-var]
                     async for event in events:
                         if isinstance(event, Sampled):
                             return event

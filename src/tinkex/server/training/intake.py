@@ -17,6 +17,7 @@ import orjson
 from tinkex.clock import Clock
 from tinkex.server.http.errors import RequestRejected, bad_request, not_found, too_many_requests
 from tinkex.server.training.run_queue import Lane, Pending, Taken
+from tinkex.server.training.scheduler import cost_of
 from tinkex.server.training.worker import Worker
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
@@ -84,7 +85,7 @@ class Intake:
         command: bytes,
         *,
         options: dict[str, Any] | None = None,
-        cost_tokens: int = 0,
+        tokens: int = 0,
     ) -> str:
         """Into the journal, then into the lane. Returns the request id."""
         options = options or {}
@@ -100,7 +101,7 @@ class Intake:
         self._check_open(lane)
         arriving = self._arriving[key] = asyncio.get_running_loop().create_future()
         try:
-            request_id = await self._accept(lane, number, kind, command, digest, options, cost_tokens)
+            request_id = await self._accept(lane, number, kind, command, digest, options, tokens)
             arriving.set_result(request_id)
             return request_id
         except BaseException as problem:
@@ -110,8 +111,9 @@ class Intake:
             del self._arriving[key]
 
     async def _accept(
-        self, lane: Lane, number: int, kind: str, command: bytes, digest: str, options: dict[str, Any], cost: int
+        self, lane: Lane, number: int, kind: str, command: bytes, digest: str, options: dict[str, Any], tokens: int
     ) -> str:
+        cost = cost_of(kind, tokens)
         row = OperationRecord(
             request_id=new_id(),
             run_id=lane.run.id,
@@ -121,6 +123,7 @@ class Intake:
             digest=digest,
             created_at=self._clock.wall(),
             cost_tokens=cost,
+            tokens=tokens,
             options=options,
         )
         try:
@@ -140,7 +143,8 @@ class Intake:
             seq_id=number,
             kind=kind,
             arrived=self._clock.now(),
-            cost_tokens=cost,
+            cost=cost,
+            tokens=tokens,
             options=options,
             command=command if len(command) <= KEPT_COMMAND_BYTES else None,
         )

@@ -76,14 +76,13 @@ class Perform:
         if command is None:
             command = await self._db(self._store.command, pending.request_id)
         started = self._clock.now()
-        frame = frames.decode(command)
-        frame.head["party"] = pending.tenant
-        reply = await self._engine.run(frame)
+        reply = await self._engine.run(command, tenant=pending.tenant)
         engine_s = self._clock.now() - started
         metrics: dict[str, float] = reply.head["metrics"]
         if pending.kind == "optim_step":
             done = _json({"type": "optim_step", "metrics": metrics}, engine_s)
-            return replace(done, metrics={**metrics, "learning_rate": frame.head["learning_rate"]})
+            rate = frames.decode(command).head["learning_rate"]
+            return replace(done, metrics={**metrics, "learning_rate": rate})
         output = ForwardBackwardOutput.model_construct(
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=read_outputs(reply), metrics=metrics
         )

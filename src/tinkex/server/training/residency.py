@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from uuid import uuid4
 
-from tinkex.engine import frames
 from tinkex.engine.contract import Engine
 from tinkex.engine.frames import Frame
 from tinkex.server.training.run_queue import Lane
@@ -75,9 +74,7 @@ class Residency:
         for row in await self._db(self._store.operations_of, run_id, run.snapshot_seq):
             if row.state == "done" and row.kind in REPLAYED:
                 command = await self._db(self._store.command, row.request_id)
-                frame = frames.decode(command)
-                frame.head["party"] = lane.run.tenant
-                await self._engine.run(frame)
+                await self._engine.run(command, tenant=run.tenant)
                 replayed += 1
         self._resident[run_id] = generation
         lane.is_changed = replayed > 0

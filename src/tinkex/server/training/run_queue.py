@@ -24,7 +24,8 @@ class Pending:
     seq_id: int
     kind: str
     arrived: float
-    cost_tokens: int = 0
+    cost: int = 0
+    tokens: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     command: bytes | None = None
     """Kept while it waits if it is small; otherwise the journal has it."""
@@ -137,6 +138,7 @@ def pending_of(row: OperationRecord, now: float) -> Pending:
         seq_id=row.seq_id,
         kind=row.kind,
         arrived=now,
-        cost_tokens=row.cost_tokens,
+        cost=row.cost_tokens,
+        tokens=row.tokens,
         options=row.options,
     )

@@ -11,6 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+_BACKWARD_COST = 3
+"""A backward pass takes about twice the time of its forward pass, which it follows."""
+
+
+def cost_of(kind: str, tokens: int) -> int:
+    """Return what an operation costs its tenant: its tokens, weighted by the work that one token takes."""
+    return tokens * _BACKWARD_COST if kind == "forward_backward" else tokens
+
 
 class Ready(NamedTuple):
     """An operation that could run now."""

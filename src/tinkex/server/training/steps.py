@@ -49,7 +49,7 @@ def _step(parts: list[OperationRecord]) -> dict[str, Any]:
         "loss": _loss(row for row in parts if row.kind == "forward_backward"),
         "evaluation_loss": _loss(row for row in parts if row.kind == "forward"),
         "learning_rate": rate,
-        "tokens": sum(row.cost_tokens for row in parts),
+        "tokens": sum(row.tokens for row in parts),
         "seconds": sum(row.engine_s or 0.0 for row in parts),
         "metrics": {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
     }

@@ -217,7 +217,7 @@ class Worker:
             pending, _ = lane.head(now, self._config.gap_s)
             assert pending is not None
             lane.start(pending, now)
-            self._shares.charge(pending.tenant, pending.cost_tokens)
+            self._shares.charge(pending.tenant, pending.cost)
             task = asyncio.create_task(self._execute(lane, pending))
             self._tasks.add(task)
             task.add_done_callback(self._finished)
@@ -257,7 +257,7 @@ class Worker:
             self._pending.pop(pending.request_id, None)
         outcome = "failed" if done is None else "done"
         queue_s, seconds = started - pending.arrived, self._clock.now() - started
-        self._metrics.operation(pending.kind, outcome, queue_s, seconds, pending.cost_tokens, lane.run.base_model)
+        self._metrics.operation(pending.kind, outcome, queue_s, seconds, pending.tokens, lane.run.base_model)
 
     async def _attempt(self, lane: Lane, pending: Pending) -> Done:
         """Have it done by an engine that lives; rebuild the adapter first if it is not there.

@@ -21,8 +21,8 @@ def spec(**given: int) -> SampleSpec:
     return SampleSpec(base="tinkex/tiny", prompt=(1, 2, 3), **given)  # type: ignore[arg-type]
 
 
-def submit(service: Service, sampler: str = "sampler") -> Sample:
-    return service.sampling.submit("t", sampler, TARGET, spec(), None, None)
+def submit(service: Service, sampler: str = "sampler", tenant: str = "t") -> Sample:
+    return service.sampling.submit(tenant, sampler, TARGET, spec(), None, None)
 
 
 @scenario
@@ -49,6 +49,19 @@ async def test_samples_that_are_cancelled_while_they_wait_leave_the_queue(tmp_pa
         for sample in at_work:
             await service.sampling.wait(sample, 5)
             assert sample.result is not None
+
+
+@scenario
+async def test_a_tenant_with_many_samples_does_not_keep_another_waiting(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    async with running(tmp_path, engine, max_rows=1) as service:
+        samples = [submit(service, tenant="greedy") for _ in range(20)]
+        samples.append(submit(service, tenant="modest"))
+        engine.gate.set()
+        for sample in samples:
+            await service.sampling.wait(sample, 5)
+        assert [spec.tenant for spec in engine.samples].index("modest") <= 3
 
 
 @scenario

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.engine import scripted_child
 from tinkex.engine import host
 from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo, Sampled, SampleEvent, SampleSpec, Tokens
-from tinkex.engine.frames import Frame
+from tinkex.engine.frames import Frame, packet_parts
 from tinkex.engine.host import LocalEngine, how_it_ended, restart_delay_s
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.registry import resolve
@@ -81,16 +81,32 @@ class TestScripted:
     def test_a_command_is_answered_with_its_buffers_and_without_its_number(self) -> None:
         async def test(engine: LocalEngine) -> None:
             for size in (0, 5, 3_000_000):
-                reply = await engine.run(Frame({"op": "echo", "x": [1, None]}, [bytes(size), b"tail"]))
-                assert reply.head == {"heard": {"op": "echo", "x": [1, None]}}
+                reply = await engine.run(Frame({"op": "echo", "x": [1, None]}, [bytes(size), b"tail"]), tenant="ann")
+                assert reply.head == {"heard": {"op": "echo", "x": [1, None], "tenant": "ann"}}
                 assert [bytes(buffer) for buffer in reply.buffers] == [bytes(size), b"tail"]
+
+        with_engine(test)
+
+    def test_an_encoded_command_is_not_encoded_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A training body is encoded once, for the journal; nothing between journal and engine may do it again."""
+
+        def encoding(frame: Frame) -> Any:
+            raise AssertionError(f"encoded again: {frame.head}")
+
+        async def test(engine: LocalEngine) -> None:
+            stored = Frame({"op": "echo"}, [b"12345678" * 1000]).encode()
+            with monkeypatch.context() as patch:
+                patch.setattr(Frame, "parts", encoding)
+                reply = await engine.run(stored, tenant="ann")
+            assert reply.head == {"heard": {"op": "echo", "tenant": "ann"}}
+            assert bytes(reply.buffers[0]) == b"12345678" * 1000
 
         with_engine(test)
 
     def test_prints_in_the_child_do_not_corrupt_the_pipe(self, caplog: pytest.LogCaptureFixture) -> None:
         async def test(engine: LocalEngine) -> None:
             assert (await engine.run(Frame({"op": "print"}))).head == {"read": ""}
-            assert (await engine.run(Frame({"op": "echo"}))).head == {"heard": {"op": "echo"}}
+            assert (await engine.run(Frame({"op": "echo"}))).head == {"heard": {"op": "echo", "tenant": ""}}
 
         with caplog.at_level("INFO", "tinkex.engine"):
             with_engine(test)
@@ -338,7 +354,7 @@ def test_the_child_ends_when_its_pipe_does_even_while_it_loads() -> None:
         [sys.executable, "-m", "tinkex.engine.process.main"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(Frame(start).encode())
+        child.stdin.write(b"".join(packet_parts(0, "", Frame(start))))
         child.stdin.flush()
         assert child.stdout.read(1)  # it says that it is loading
         child.stdin.close()
@@ -418,6 +434,41 @@ def test_training_through_the_pipe_lowers_the_loss(runner: asyncio.Runner, engin
     losses, logprobs = runner.run(train(engine))
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
     assert [len(row) for row in logprobs] == [17 * 4] * 3
+
+
+# Frames as a journal of commit bb05b41 has them, written as bytes: before the pipe had a header of its own.
+OLD_PASS = (
+    b'\xec\x00\x00\x00\x40\x00\x00\x00\x00\x00\x00\x00{"op":"forward_backward","adapter":"a","loss_fn":"cross_entropy",'
+    b'"config":{},"data":[{"tokens":2,"inputs":{"target_tokens":{"dtype":"int64","shape":[4],"data":0},'
+    b'"weights":{"dtype":"float32","shape":[4],"data":1}}}],"_sizes":[32,16,16]}'
+    b"\x4d\x00\x00\x00\x00\x00\x00\x00\xb1\x00\x00\x00\x00\x00\x00\x00"
+    b"\x21\x00\x00\x00\x00\x00\x00\x00\x09\x00\x00\x00\x00\x00\x00\x00"
+    b"\x00\x00\x00\x00\x00\x00\x80\x3f\x00\x00\x80\x3f\x00\x00\x00\x3f"
+    b"\x07\x00\x00\x00\x4d\x00\x00\x00\xb1\x00\x00\x00\x21\x00\x00\x00"
+)
+OLD_STEP = (
+    b'\x8f\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00{"op":"optim_step","adapter":"a","learning_rate":0.01,"beta1":0.9,'
+    b'"beta2":0.95,"eps":1e-12,"weight_decay":0.0,"grad_clip_norm":0.0,"_sizes":[]}'
+)
+
+
+def test_frames_of_an_older_journal_replay_to_the_same_bits(runner: asyncio.Runner, engine: LocalEngine) -> None:
+    row = [7, 77, 177, 33, 9]
+    inputs = {
+        "target_tokens": TensorData(data=row[1:], dtype="int64", shape=[4]),
+        "weights": TensorData(data=[0.0, 1.0, 1.0, 0.5], dtype="float32", shape=[4]),
+    }
+    datum = Datum(model_input=ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
+    today = pass_frame("forward_backward", "a", [datum], "cross_entropy", None)
+
+    async def replay(*commands: Frame | bytes) -> list[bytes]:
+        await engine.run(CREATE)
+        for command in commands:
+            await engine.run(command, tenant="ann")
+        reply = await engine.run(today)
+        return [bytes(output["logprobs"].buffer) for output in read_outputs(reply)]
+
+    assert runner.run(replay(OLD_PASS, OLD_STEP)) == runner.run(replay(today, STEP)) != runner.run(replay())
 
 
 def test_samples_stream_while_a_long_training_command_runs(runner: asyncio.Runner, engine: LocalEngine) -> None:
