@@ -512,13 +512,11 @@ def test_the_theme_can_be_chosen_and_is_kept(page: Browser, stage: Stage) -> Non
 def test_a_lost_connection_is_said_and_mends_itself(browser: Browser, stage: Stage) -> None:
     browser.open(f"{stage.url}/#/runs")
     browser.find("tbody a")
-    conditions = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-    browser.cdp("Network.enable")
-    browser.cdp("Network.emulateNetworkConditions", offline=True, **conditions)
+    browser.offline(True)
     browser.wait_text("Connection lost, trying again.", "#connection")
     browser.picture(PICTURES / "connection-lost.png", is_whole=False)
     assert "proverbs" in browser.text()
-    browser.cdp("Network.emulateNetworkConditions", offline=False, **conditions)
+    browser.offline(False)
     browser.wait(lambda: browser.texts("#connection") == [], "the line to go")
     assert [line for line in browser.complaints() if "ERR_INTERNET_DISCONNECTED" not in line] == []
 
