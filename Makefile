@@ -29,7 +29,8 @@ prepare-full: $(READY)  ## the same for the long tests: all official clients and
 	@$(BIN)/python -m tests.prepare --full
 
 test: prepare  ## all tests that fit into a few minutes
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "timing and not full"  # one after the other: what they measure is not each other
 
 test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest

@@ -128,6 +128,7 @@ def test_an_accepted_answer_that_cannot_be_read_fails_the_future(
     training.optim_step(step()).result(20)
 
 
+@pytest.mark.timing
 def test_an_operation_ends_at_its_deadline_and_says_what_it_waited_for(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
@@ -162,6 +163,7 @@ def test_result_on_the_sdks_own_loop_thread_raises_at_once(
     assert slow.result(20) is not None
 
 
+@pytest.mark.timing
 def test_save_weights_and_get_sampling_client_async_does_not_block_the_callers_loop(
     service: ScriptedService, training: tinkex.TrainingClient
 ) -> None:

@@ -116,6 +116,7 @@ def test_10000_samples_at_once_stay_within_the_pools_and_all_arrive(connect: Con
         assert len(service.requests_to("asample")) == 10_000
 
 
+@pytest.mark.timing
 def test_waiting_at_the_gate_costs_the_same_for_few_and_for_many() -> None:
     async def contend(waiters: int) -> float:
         gate = Gate(REAL, 10)
@@ -167,6 +168,7 @@ def test_a_cancelled_waiter_leaves_the_gate_as_it_was() -> None:
     assert asyncio.run(go()) == (1, 0)
 
 
+@pytest.mark.timing
 def test_after_a_back_off_few_are_admitted_at_a_time() -> None:
     async def go() -> int:
         gate = Gate(REAL, 400)

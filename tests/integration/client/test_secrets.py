@@ -129,6 +129,7 @@ def test_a_token_that_ran_out_is_traded_once_and_nothing_is_lost() -> None:
         assert [seq_id for _, seq_id, _ in service.executed] == [1, 2, 3]
 
 
+@pytest.mark.timing
 def test_a_failed_operation_reaches_the_caller_at_once_though_telemetry_is_down(
     proto_service: ScriptedService,
 ) -> None:

@@ -199,14 +199,20 @@ def test_a_run_of_5000_steps_is_drawn_with_few_points_and_at_once(page: Browser,
     size = page.run("return document.querySelector('path.line.is-loss').getAttribute('d').length")
     assert 1000 < size < 40_000
     page.find("svg.drawing")
-    took = page.run(
+    changed = page.run(
         "const svg = document.querySelector('svg.drawing'), box = svg.getBoundingClientRect();"
-        "const began = performance.now();"
-        "for (let n = 0; n < 20; n++) svg.dispatchEvent(new PointerEvent('pointermove', "
-        "{clientX: box.left + 100 + n * 20, clientY: box.top + 50}));"
-        "return (performance.now() - began) / 20"
+        "const observer = new MutationObserver(() => {}), seen = [];"
+        "observer.observe(document.body, {subtree: true, childList: true, attributes: true, characterData: true});"
+        "for (let n = 0; n < 20; n++) {"
+        "    svg.dispatchEvent(new PointerEvent('pointermove', "
+        "        {clientX: box.left + 100 + n * 20, clientY: box.top + 50}));"
+        "    const records = observer.takeRecords();"
+        "    seen.push([records.length, records.filter((r) => r.target.matches?.('path.line')).length]);"
+        "}"
+        "return seen"
     )
-    assert took < 50, f"moving the cursor took {took} ms"
+    # Moving the cursor writes a few numbers; it draws no line again. How long that takes is the machine's affair.
+    assert all(0 < count < 100 and lines == 0 for count, lines in changed), changed
     page.picture(PICTURES / "run-5000-steps.png")
 
 
