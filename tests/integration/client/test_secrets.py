@@ -1,4 +1,4 @@
-"""Defects 4, 16–18, rows H2, H7, O1–O3: where the key goes and never goes; settings; telemetry that costs nothing."""
+"""Where the API key goes and never goes, which setting wins, and telemetry that delays nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row H1 and the wire itself: pools kept apart, connections used again and lost, every framing of an answer."""
+"""The HTTP transport: separate pools, connections that are reused or lost, and every framing of a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelInput, its chunks and Datum. Rows T4, T15, and what is refused at once (defect 25)."""
+"""ModelInput, its chunks and Datum, and the input that is rejected at once."""
 
 from __future__ import annotations
 
