@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCAL := $(VENV)/.local
 
-.PHONY: help demo test test-full check format docs site bench conformance compatibility pins kernels golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full test test-full check format docs site bench conformance compatibility pins kernels golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,10 +22,17 @@ demo: $(LOCAL)  ## watch a small model learn something on this machine (a few mi
 	@$(BIN)/tinkex demo
 	@echo "Before these commands: source $(BIN)/activate"
 
-test: $(READY)  ## all tests that fit into a few minutes
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
+prepare: $(READY)  ## fetch what the tests need from outside: Chromium, a model, wheels, the official client
+	@$(BIN)/python -m tests.prepare
 
-test-full: $(READY)  ## the long ones too
+prepare-full: $(READY)  ## the same for the long tests: all official clients and tinker-cookbook too
+	@$(BIN)/python -m tests.prepare --full
+
+test: prepare  ## all tests that fit into a few minutes
+	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "timing and not full"  # one after the other: what they measure is not each other
+
+test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
 
 check: $(READY)  ## formatting, lint, types
@@ -46,16 +53,16 @@ docs: $(READY)  ## write the generated pages anew
 site: $(READY)  ## the documents as a static site, in site/
 	$(BIN)/python scripts/make_site.py
 
-cookbook-runs: $(READY)  ## train with tinker-cookbook, official client and alias (five minutes, own environment)
+cookbook-runs: prepare-full  ## train with tinker-cookbook, official client and alias (five minutes, own environment)
 	$(BIN)/python -m pytest tests/compat/cookbook -s
 
 cookbook: $(READY)  ## import every module of tinker-cookbook through the alias (ten minutes, own environment)
 	$(BIN)/python tests/compat/as_tinker/cookbook_imports.py
 
-conformance: $(READY)  ## every official client and ours through the whole flow, on both built-in models
+conformance: prepare-full  ## every official client and ours through the whole flow, on both built-in models
 	$(BIN)/python -m tests.compat.conformance.matrix
 
-compatibility: $(READY)  ## call every method of the official client and write docs/compatibility.md anew
+compatibility: prepare  ## call every method of the official client and write docs/compatibility.md anew
 	$(BIN)/python -m tests.compat.conformance.methods --write
 
 bench: $(READY)  ## the client beside the official ones, the service beside the plain loop (an hour)

@@ -207,6 +207,7 @@ def test_a_killed_owner_takes_the_server_and_its_folder_along() -> None:
     assert not Path(folder).exists()
 
 
+@pytest.mark.timing
 def test_an_exception_takes_the_server_along_and_exit_is_quick() -> None:
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", CRASHED], capture_output=True, text=True, timeout=120, check=False)

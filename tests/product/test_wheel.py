@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import tinkex
-
-ROOT = Path(__file__).parents[2]
+from tests.prepare import ROOT, WHEELS
 
 FIRST_STEPS = """
 import pkgutil, sys, tinkex
@@ -44,11 +43,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of an environment with the wheel and what it depends on, from PyPI."""
+    """The folder of commands of an environment with the wheel and its dependencies, which `make prepare` fetched."""
+    assert WHEELS.is_dir(), "There are no wheels to install. Run `make prepare` first."
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=True)
     commands = home / ("Scripts" if sys.platform == "win32" else "bin")
-    run(str(commands / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
+    offline = ["--quiet", "--no-index", "--find-links", str(WHEELS)]
+    run(str(commands / "python"), "-m", "pip", "install", *offline, str(wheel))
     return commands
 
 

@@ -39,7 +39,7 @@ from tinkex.wire import endpoints, json_codec, requests
 from tinkex.wire.json_inputs import write_prompt
 
 SEQ_BLOCK = 1_000_000_000
-"""Copies of a sampler in other processes number their samples in blocks of their own (protocol.md §5.5)."""
+"""Copies of a sampler in other processes number their samples in blocks of their own, as the official client does."""
 
 
 class SamplingClient(Handle):

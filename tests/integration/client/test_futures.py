@@ -1,4 +1,4 @@
-"""Rows C2–C4 and defects 7, 19, 23: one future for every waiter, which always ends, and says what it waits for."""
+"""One future serves every waiter, always ends, and says what it waits for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def settled(client: tinkex.TrainingClient) -> None:
     client.get_info()
 
 
-# -- C3: one result for every waiter ----------------------------------------------------------------------------------
+# -- one result for every waiter ---------------------------------------------------------------------------------------
 
 
 def test_many_waiters_on_threads_and_loops_get_one_result_that_was_polled_once(
@@ -103,7 +103,7 @@ def test_the_second_result_of_a_custom_loss_future_equals_the_first(training: ti
     assert asyncio.run(future.result_async()).metrics == kept
 
 
-# -- C2: nobody hangs -------------------------------------------------------------------------------------------------
+# -- no caller hangs ---------------------------------------------------------------------------------------------------
 
 
 def test_a_crash_inside_the_sdk_fails_its_future_and_not_the_next(
@@ -128,6 +128,7 @@ def test_an_accepted_answer_that_cannot_be_read_fails_the_future(
     training.optim_step(step()).result(20)
 
 
+@pytest.mark.timing
 def test_an_operation_ends_at_its_deadline_and_says_what_it_waited_for(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
@@ -162,6 +163,7 @@ def test_result_on_the_sdks_own_loop_thread_raises_at_once(
     assert slow.result(20) is not None
 
 
+@pytest.mark.timing
 def test_save_weights_and_get_sampling_client_async_does_not_block_the_callers_loop(
     service: ScriptedService, training: tinkex.TrainingClient
 ) -> None:
@@ -186,7 +188,7 @@ def test_save_weights_and_get_sampling_client_async_does_not_block_the_callers_l
     assert asyncio.run(main()) < 0.4
 
 
-# -- C4: waiters come and go, the work stays --------------------------------------------------------------------------
+# -- waiters come and go, the work stays -------------------------------------------------------------------------------
 
 
 def test_cancelling_the_task_that_awaits_leaves_the_work_going(
@@ -390,7 +392,7 @@ def test_callbacks_run_once_each_and_one_that_raises_hurts_nobody(
     assert training.optim_step(step()).result(20) is not None
 
 
-# -- defect 23: errors from polls -------------------------------------------------------------------------------------
+# -- errors from polls -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows C6, C7 and defect 14: what a client starts it ends; a dead service or a dropped client leaves nothing behind."""
+"""A client ends what it starts; a dead service or a dropped client leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def assert_no_more_beats(service: ScriptedService) -> None:
 # -- sessions and heartbeats ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("quick_heartbeats")
 def test_dropping_all_clients_stops_the_heartbeats(service: ScriptedService) -> None:
     client = tinkex.ServiceClient(base_url=service.url, api_key="tml-drop", telemetry=False)
@@ -55,6 +56,7 @@ def test_dropping_all_clients_stops_the_heartbeats(service: ScriptedService) -> 
     assert_no_more_beats(service)
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("quick_heartbeats")
 def test_a_client_collected_on_the_sdks_own_loop_thread_does_not_deadlock(
     service: ScriptedService, training: tinkex.TrainingClient
@@ -79,6 +81,7 @@ def test_a_client_collected_on_the_sdks_own_loop_thread_does_not_deadlock(
     assert_no_more_beats(service)
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("quick_heartbeats")
 def test_a_heartbeat_answered_410_is_the_last(
     service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
@@ -109,6 +112,7 @@ def test_heartbeats_outlive_faults_and_silence_is_reported_once(
     assert "HTTP 503" in said[0]
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("quick_heartbeats")
 def test_close_ends_the_session_once_and_its_heartbeats(service: ScriptedService, connect: Connect) -> None:
     client = connect(service)
@@ -209,6 +213,7 @@ async def _fail_inside(client: tinkex.ServiceClient, service: ScriptedService) -
         raise ZeroDivisionError
 
 
+@pytest.mark.timing
 def test_closing_towards_a_service_that_does_not_answer_is_bounded(
     service: ScriptedService, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +292,7 @@ def test_limits_are_shared_by_service_and_key_and_by_nothing_else() -> None:
         assert limiter(other.url, "tml-a") is not first
 
 
+@pytest.mark.timing
 def test_a_429_slows_down_the_samplers_of_the_same_key_only(connect: Connect) -> None:
     with ScriptedService(base_models=[MODEL]) as service:
         first, second = (
@@ -307,6 +313,7 @@ def test_a_429_slows_down_the_samplers_of_the_same_key_only(connect: Connect) ->
 # -- the service goes dead --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_service_gone_dead_fails_every_future_within_its_deadline_with_the_cause(
@@ -385,6 +392,7 @@ def exit_of(code: str, url: str) -> float:
     return ended - float(done.stdout.split()[-1])
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_exit_with_samples_in_flight_is_quick_and_clean(proto_service: ScriptedService) -> None:
     proto_service.script.on("asample", do=Work(30.0))
@@ -415,6 +423,7 @@ asyncio.run(main())
     assert exit_of(code, proto_service.url) < 2
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "pause"])
 def test_exit_is_quick_when_the_service_is_dead(proto_service: ScriptedService, how: str) -> None:
@@ -438,6 +447,7 @@ def test_exit_is_quick_when_the_service_is_dead(proto_service: ScriptedService, 
     assert program.returncode == 0
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_custom_loss_that_still_runs_does_not_hold_up_exit(proto_service: ScriptedService) -> None:
     code = """

@@ -289,6 +289,7 @@ def test_bytes_beyond_an_answer_are_never_taken_for_the_next_one(connect: Connec
     assert connections >= 4
 
 
+@pytest.mark.timing
 def test_an_upload_that_ends_late_leaves_the_answer_its_full_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         network = Network()
@@ -308,6 +309,7 @@ def test_an_upload_that_ends_late_leaves_the_answer_its_full_time(monkeypatch: p
     asyncio.run(main())
 
 
+@pytest.mark.timing
 def test_a_service_that_tells_the_size_again_and_again_is_asked_at_a_measured_pace(connect: Connect) -> None:
     config = {"inflight_response_bytes_semaphore_size": 100}
     with ScriptedService(base_models=[MODEL], client_config=config) as service:

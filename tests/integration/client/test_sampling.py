@@ -1,4 +1,4 @@
-"""Rows C5, T13, H5 and defects 5, 9, 11, 22, 29: many samples, a service that says "slow down", streams, copies."""
+"""Many samples at once, a service that answers 429, streams, and copies of a sampler in other processes."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def test_10000_samples_at_once_stay_within_the_pools_and_all_arrive(connect: Con
         assert len(service.requests_to("asample")) == 10_000
 
 
+@pytest.mark.timing
 def test_waiting_at_the_gate_costs_the_same_for_few_and_for_many() -> None:
     async def contend(waiters: int) -> float:
         gate = Gate(REAL, 10)
@@ -130,7 +131,7 @@ def test_waiting_at_the_gate_costs_the_same_for_few_and_for_many() -> None:
         return (time.process_time() - started) / waiters
 
     few, many = (min(asyncio.run(contend(n)) for _ in range(3)) for n in (500, 8000))
-    # The official client goes from 1.1 to 12 ms per waiter between 500 and 4,000 (better.md, defect 9).
+    # The official client goes from 1.1 to 12 ms per waiter between 500 and 4,000.
     assert many < 4 * few
 
 
@@ -167,6 +168,7 @@ def test_a_cancelled_waiter_leaves_the_gate_as_it_was() -> None:
     assert asyncio.run(go()) == (1, 0)
 
 
+@pytest.mark.timing
 def test_after_a_back_off_few_are_admitted_at_a_time() -> None:
     async def go() -> int:
         gate = Gate(REAL, 400)

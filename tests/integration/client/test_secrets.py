@@ -1,4 +1,4 @@
-"""Defects 4, 16–18, rows H2, H7, O1–O3: where the key goes and never goes; settings; telemetry that costs nothing."""
+"""Where the API key goes and never goes, which setting wins, and telemetry that delays nothing."""
 
 from __future__ import annotations
 
@@ -129,6 +129,7 @@ def test_a_token_that_ran_out_is_traded_once_and_nothing_is_lost() -> None:
         assert [seq_id for _, seq_id, _ in service.executed] == [1, 2, 3]
 
 
+@pytest.mark.timing
 def test_a_failed_operation_reaches_the_caller_at_once_though_telemetry_is_down(
     proto_service: ScriptedService,
 ) -> None:

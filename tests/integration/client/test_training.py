@@ -186,6 +186,7 @@ def test_a_retried_ephemeral_save_reuses_its_sampler_number(proto_service: Scrip
     assert len(bodies) == 1
 
 
+@pytest.mark.timing
 def test_save_weights_and_get_sampling_client_async_leaves_the_callers_loop_free(
     proto_service: ScriptedService, connect: Connect
 ) -> None:

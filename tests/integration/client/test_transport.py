@@ -1,4 +1,4 @@
-"""Row H1 and the wire itself: pools kept apart, connections used again and lost, every framing of an answer."""
+"""The HTTP transport: separate pools, connections that are reused or lost, and every framing of a response."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def connections(requests: list[Request]) -> set[int]:
 # -- pools ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("fault", "busy"),
     [(Hang(), "asample"), (Work(60.0), "retrieve_future")],
@@ -237,6 +238,7 @@ def test_every_framing_of_an_answer_is_read(connect: Connect, framing: str, piec
             assert client.get_server_capabilities().supported_models[0].model_name == MODEL
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     "answer",
     [
@@ -361,6 +363,7 @@ def test_a_redirect_within_the_service_is_followed_and_one_to_another_host_is_no
         assert stranger.requests == []
 
 
+@pytest.mark.timing
 def test_a_date_in_retry_after_slows_samples_down_too(proto_service: ScriptedService, connect: Connect) -> None:
     sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
     # A date has whole seconds: two ahead is at least one away.

@@ -152,6 +152,7 @@ def read_answer(sock: socket.socket) -> Answer:
         return Answer(status, headers, stream.read(int(headers["content-length"])))
 
 
+@pytest.mark.timing
 def test_connections_that_hang_hold_up_nobody(anna: Raw, ben: Raw) -> None:
     run, other = anna.run(), ben.run()
     check_unharmed(run, other)
@@ -171,6 +172,7 @@ def test_connections_that_hang_hold_up_nobody(anna: Raw, ben: Raw) -> None:
     check_healthy(ben)
 
 
+@pytest.mark.timing
 def test_three_hundred_polls_slow_nothing_down_and_are_all_answered(anna: Raw, ben: Raw) -> None:
     run, other = anna.run(), ben.run()
     check_unharmed(run, other)
@@ -195,6 +197,7 @@ def busy_batch() -> dict[str, object]:
     return batch([row] * 4)
 
 
+@pytest.mark.timing
 def test_a_stop_with_work_queued_ends_in_time_and_the_work_goes_on_after_the_next_start(
     narrow: LiveServer, anna: Raw
 ) -> None:

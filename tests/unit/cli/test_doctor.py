@@ -164,6 +164,7 @@ def test_a_service_without_a_health_check_is_well(run: Tinkex) -> None:
         assert run("doctor", "--base-url", service.url).code == 0
 
 
+@pytest.mark.timing
 def test_a_silent_service_takes_no_longer_than_the_limit(
     run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Cutting the data of a call into requests, and joining the answers. protocol.md §4, §5.5."""
+"""The data of a call is cut into requests, and their responses are joined."""
 
 from __future__ import annotations
 

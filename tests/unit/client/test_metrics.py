@@ -1,4 +1,4 @@
-"""Metrics of several chunks become those of one call. Row T7; better.md 20.
+"""Metrics of several chunks become those of one call.
 
 The figures under `OFFICIAL` were recorded by running the combine step of tinker 0.36.0 and 0.4.1 on the same chunks.
 """

@@ -1,4 +1,4 @@
-"""Calls that cannot succeed are refused before anything is sent, with the place and the remedy. better.md 25, §2 E."""
+"""Calls that cannot succeed are rejected before anything is sent, with the position and the remedy."""
 
 from __future__ import annotations
 

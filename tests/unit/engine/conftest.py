@@ -1,17 +1,16 @@
-"""Base models for the engine's tests, loaded once and kept in the checkout's `.cache`: the GGUF is fetched once."""
+"""Base models for the engine's tests, loaded once. `make prepare` fetches SmolLM2 into the checkout's `.cache`."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import prepare
+from tests.prepare import CACHE
 from tests.unit.engine import oracle
 from tinkex.engine.contract import ModelInfo
-from tinkex.engine.models import hub, loaded_model, registry
+from tinkex.engine.models import loaded_model, registry
 
-CACHE = Path(__file__).parents[3] / ".cache"
 CPU = torch.device("cpu")
 
 
@@ -40,15 +39,8 @@ def tiny(tiny_info: ModelInfo) -> loaded_model.Model:
 
 @pytest.fixture(scope="session")
 def smollm2_info() -> ModelInfo:
-    """From the GGUF on every machine, also where the hub or its cache would have the loaded_model."""
-
-    def unreachable(name: str, progress: object) -> Path:
-        raise hub.Unreachable("tests do not ask it")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "cached", lambda name: None)
-        patch.setattr(hub, "fetch", unreachable)
-        return registry.resolve("smollm2-135m", CACHE)
+    """From the GGUF on every machine, also where the hub or its cache would have the model."""
+    return prepare.model()
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,7 @@ def test_what_arrives_a_moment_later_shares_the_micro_batch(tiny: Model, moment_
     assert engine.batches == batches
 
 
+@pytest.mark.timing
 def test_runs_that_went_together_are_waited_for_a_little_longer(tiny: Model) -> None:
     moment_s = 0.5
     engine = Engine(tiny, moment_s)
@@ -110,6 +111,7 @@ def test_runs_that_went_together_are_waited_for_a_little_longer(tiny: Model) -> 
     assert waited[0] > PATIENCE * moment_s > waited[1]
 
 
+@pytest.mark.timing
 def test_a_run_alone_never_waits_for_company(tiny: Model) -> None:
     engine = Engine(tiny, 5.0)
     engine.create("a")
@@ -119,6 +121,7 @@ def test_a_run_alone_never_waits_for_company(tiny: Model) -> None:
     assert perf_counter() - began < 4
 
 
+@pytest.mark.timing
 def test_commands_that_keep_coming_do_not_keep_it_from_working(tiny: Model) -> None:
     engine = Engine(tiny, 5.0)
     engine.create("a", "b")

@@ -95,6 +95,7 @@ class TestTiny:
         assert tiny.VERSION == 1
         assert digest.hexdigest() == "6afe00fe78f6fe72d78e4b994a58a69a0b0e3c24d0db6e1a1efcf4a8d22ac2c7"
 
+    @pytest.mark.timing
     def test_it_is_made_in_less_than_a_second_and_without_torch(self, tmp_path: Path) -> None:
         code = (
             "import sys, time; from pathlib import Path; from tinkex.engine.models import registry;"
@@ -299,6 +300,7 @@ class TestHub:
         with pytest.raises(ConfigError, match=r"org/model is not in the cache.*cannot be reached.*Give a folder"):
             registry.resolve("org/model", tmp_path)
 
+    @pytest.mark.timing
     def test_a_hub_that_never_answers_is_waited_for_once(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

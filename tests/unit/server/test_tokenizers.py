@@ -12,13 +12,13 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests import prepare
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.models import registry
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.sampling.chat_templates import ChatTemplate
 from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer, Tokenizers
 from tinkex.server.upkeep.catalog import Catalog
-from tinkex.settings import ServeConfig
 from tinkex.testing.clock import FakeClock
 
 TEXTS = [
@@ -38,8 +38,7 @@ CONVERSATION = [
 
 @pytest.fixture(scope="module")
 def infos() -> list[ModelInfo]:
-    cache = ServeConfig().cache_dir
-    return [registry.resolve(name, cache) for name in ("tinkex/tiny", "smollm2-135m")]
+    return [registry.resolve("tinkex/tiny", prepare.CACHE), prepare.model()]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from tinkex.server.training.waiters import Outcome, Waiters
 
@@ -29,8 +28,6 @@ def test_a_service_that_ends_answers_its_polls_and_holds_no_new_ones() -> None:
         await asyncio.sleep(0)
         waiters.wake_all()
         assert await asyncio.wait_for(poll, 1) is None
-        began = time.monotonic()
-        assert await waiters.wait("a", 60) is None
-        assert time.monotonic() - began < 2
+        assert await asyncio.wait_for(waiters.wait("a", 60), 10) is None
 
     asyncio.run(scenario())

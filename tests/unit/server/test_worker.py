@@ -34,7 +34,8 @@ TINY = ModelInfo(name="tinkex/tiny", folder="", vocab_size=300, max_context_leng
 async def running(
     data_dir: Path, engine: FakeEngine, model: ModelInfo = TINY, **settings: Any
 ) -> AsyncIterator[Service]:
-    config = ServeConfig(data_dir=data_dir, base_models=("tinkex/tiny",), gap_s=0.2, poll_hold_s=5.0, **settings)
+    settings = {"gap_s": 0.2, "poll_hold_s": 5.0, **settings}
+    config = ServeConfig(data_dir=data_dir, base_models=("tinkex/tiny",), **settings)
     store = Store.open(config.database_url, data_dir)
     service = build(config, [model], store, engine)
     await service.worker.resume()
@@ -148,12 +149,10 @@ async def test_a_gap_is_skipped_after_its_time_and_the_late_one_fails(tmp_path: 
 
 @scenario
 async def test_a_refused_number_does_not_hold_up_the_next(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeEngine(), max_rows=64) as service:
+    async with running(tmp_path, FakeEngine(), max_rows=64, gap_s=3600.0) as service:
         lane = await new_lane(service)
         await service.intake.refuse(lane, 1, "forward_backward", bad_request("wrong data"))
-        started = REAL.now()
         await done(service, await step(service, lane, 2, 1.0))
-        assert REAL.now() - started < 0.19
 
 
 @scenario

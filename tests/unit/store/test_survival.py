@@ -117,6 +117,7 @@ def test_a_program_that_does_not_let_go_of_sqlite_is_named_and_the_call_can_be_r
     assert store.command("s:train:0/0") == LARGE
 
 
+@pytest.mark.timing
 def test_a_small_operation_costs_little_of_the_ten_milliseconds_it_has(sqlite_place: Place) -> None:
     store: Store = sqlite_place.open()
     store.add_run(run(), operation(0), b"create")

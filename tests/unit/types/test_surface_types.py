@@ -1,4 +1,4 @@
-"""Our types against the official ones, release by release, from the recorded surfaces. Row T10; import weight (O5)."""
+"""Our types against the official ones, release by release, from the recorded surfaces, and what they import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all values share, and the words and defaults of single ones. Rows T1-T3, T6, T8-T11, T13; defects 25 and 26."""
+"""Behaviour that all values share, and the words and defaults of single ones."""
 
 from __future__ import annotations
 

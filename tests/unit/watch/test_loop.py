@@ -359,6 +359,7 @@ sys.exit(3)
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.timing
 def test_the_end_of_the_interpreter_waits_for_no_lock_of_a_screen(training: tinkex.TrainingClient) -> None:
     """A thread that is caught in the middle keeps its lock for ever; one that a stopped terminal holds up, too."""
 

@@ -1,4 +1,4 @@
-"""Bodies: three states per field (T8), three ways to address a sample (T13), images as JSON (H8), one prompt once.
+"""Bodies: three states per field, three ways to address a sample, images as JSON, a prompt encoded once.
 
 That the bytes are those of the official clients is held against recordings in tests/compat/golden/test_bodies_match.py.
 """

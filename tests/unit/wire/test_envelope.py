@@ -1,4 +1,4 @@
-"""Answers to retrieve_future: a union of five, one decoder (row T12), in JSON and in protobuf."""
+"""Responses of retrieve_future: a union of five, one decoder, in JSON and in protobuf."""
 
 from __future__ import annotations
 

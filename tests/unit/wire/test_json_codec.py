@@ -1,4 +1,4 @@
-"""JSON: three states per field (row T8), no silent NaN, and answers that do not fit say why."""
+"""JSON: three states per field, no silent NaN, and answers that do not fit say why."""
 
 from __future__ import annotations
 

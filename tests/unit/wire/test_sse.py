@@ -1,4 +1,4 @@
-"""Server-sent events: whatever a stream looks like and wherever it is cut, the same events come out (row H9)."""
+"""Server-sent events: whatever a stream looks like and wherever it is cut, the same events come out."""
 
 from __future__ import annotations
 

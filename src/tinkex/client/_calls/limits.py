@@ -17,7 +17,7 @@ DISPATCHES = 400
 DISPATCHES_WHILE_BACKED_OFF = 10
 BACKED_OFF_S = 10.0
 BYTES_PENALTY = 20
-"""While backed off a byte counts this many times (protocol.md §5.5)."""
+"""While backed off a byte counts this many times, as in the official client."""
 
 
 class Gate:

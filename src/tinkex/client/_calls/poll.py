@@ -23,7 +23,7 @@ log = logging.getLogger("tinkex.poll")
 POLL_TIMEOUT_S = 60.0
 """Services hold a poll for at most 45 s; silence beyond this is a fault of the network."""
 NOT_YET_VISIBLE_S = 30.0
-"""A 404 this soon after acceptance may be a replica that has not heard of the request yet (better.md, A)."""
+"""A 404 this soon after acceptance may be a replica that has not heard of the request yet."""
 RETRIEVE_SAMPLE = RETRIEVE_FUTURE._replace(pool=Pool.RETRIEVE_SAMPLES)
 BINARY = frozenset({"SampleResponse", "ForwardBackwardOutput"})
 
