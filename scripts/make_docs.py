@@ -18,7 +18,7 @@ from tinkex import errors, settings
 from tinkex.cli import main as cli
 
 ROOT = PAGES = Path(__file__).resolve().parent.parent
-SOURCES, RESULTS = ROOT / "src" / "tinkex", ROOT / "benchmarks" / "results"
+SOURCES = ROOT / "src" / "tinkex"
 Error = type[errors.TinkexError]
 MARKS = re.compile(r"(<!-- made by scripts/make_docs.py: do not edit -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -276,14 +276,7 @@ def _words(action: argparse.Action) -> str:
     return ", ".join(f"`{word}{f' {value}' if value else ''}`" for word in action.option_strings)
 
 
-def conformance_table() -> str:
-    """What `make conformance` found the last time."""
-    text = (RESULTS / "conformance.md").read_text(encoding="utf-8")
-    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
-
-
 MADE: dict[str, tuple[Callable[[], str], ...]] = {
-    "README.md": (conformance_table,),
     "docs/settings.md": (settings_table, serve_table),
     "docs/errors.md": (error_table, code_table),
     "docs/cli.md": (command_pages,),

@@ -23,8 +23,11 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, environment: dict[str, str]) -> None:
+def test_the_code_of_a_page_runs_from_top_to_bottom(
+    page: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     space = {"__name__": "__main__"}
+    monkeypatch.setenv("TINKEX_CACHE_DIR", str(ROOT / ".cache"))  # the README trains a real model: load it once
     try:
         for block in blocks(page):
             if block.kind == "python":
