@@ -1,85 +1,82 @@
-"""A model's answer to a conversation, word by word, from the service's OpenAI-compatible endpoint.
+"""A model's reply to a conversation, word by word, from the service's OpenAI-compatible endpoint.
 
 The service applies the model's chat template, so that no tokenizer is needed here.
 """
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tinkex.client._calls.call import error_of
-from tinkex.client._runtime.link import Connection
+from tinkex.client._calls.attempts import Attempts
+from tinkex.client._calls.event_stream import open_event_stream, read_events
+from tinkex.client._calls.handshake import ready
+from tinkex.client._http.transport import StreamedResponse
+from tinkex.client._runtime.link import ServiceLink, link_for
 from tinkex.client._runtime.operation import Operation
+from tinkex.client._runtime.pump import Pump
 from tinkex.errors import APIResponseValidationError, RequestFailedError
-from tinkex.wire import json_codec, sse
+from tinkex.settings import Config
+from tinkex.wire import json_codec
+from tinkex.wire.body import Body
 from tinkex.wire.endpoints import Endpoint, Pool
 
 CHAT = Endpoint("chat_completions", "POST", "/oai/api/v1/chat/completions", Pool.SAMPLE)
-"""Where the hosted service has it; ours answers there too."""
-LOOK_S = 0.1
-"""How soon Ctrl-C is noticed where a wait for a queue cannot be interrupted (Windows)."""
+"""Where the hosted service has it; ours has it there too."""
 
 
-class Piece(NamedTuple):
-    """Some more of the answer. The last one has no text and says why the answer ends: stop or length."""
+class ChatDelta(NamedTuple):
+    """Some more of the reply. The last one has no text and says why the reply ends: stop or length."""
 
     text: str
     finish_reason: str | None = None
 
 
-def stream(connection: Connection, body: dict[str, Any]) -> Iterator[Piece]:
-    """The answer as it is written. Whoever leaves early (Ctrl-C) has it stopped at the service too."""
-    arrived: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-    operation = Operation("chat", connection.clock.now())
-    future = connection.run(operation, lambda: _receive(connection, body, arrived))
+def stream_chat(config: Config, body: dict[str, Any]) -> Iterator[ChatDelta]:
+    """Yield the reply as it is written. Leaving early (Ctrl-C) stops it at the service too.
+
+    `body` is that of OpenAI's chat completions: `model`, `messages`, `temperature` and so on.
+    """
+    link = link_for(config)
+    operation = Operation("chat", link.clock.now())
+    pump: Pump[ChatDelta] = Pump(link, operation, lambda put: _receive(link, operation, body, put))
+    return iter(pump)
+
+
+async def _receive(
+    link: ServiceLink, operation: Operation, body: dict[str, Any], put: Callable[[ChatDelta], None]
+) -> None:
+    await ready(link)
+    request = Body(json_codec.encode({**body, "stream": True}))
+    key = link.idempotency_key()
+
+    async def open_once(attempt: int) -> StreamedResponse:
+        operation.attempts = attempt
+        # The API key as OpenAI's clients send it; a short-lived token is only for our own endpoints.
+        return await open_event_stream(link, CHAT, request, key=key, attempt=attempt, bearer=link.auth.key)
+
+    response = await Attempts(link, operation, CHAT.name).run(open_once)
     try:
-        while not (future.done() and arrived.empty()):
-            try:
-                yield arrived.get(timeout=LOOK_S)
-            except queue.Empty:
-                continue
-        future.result()  # raises what ended it
+        async for event in read_events(response):
+            if event.data == "[DONE]":
+                return
+            for delta in _deltas(event.data):
+                put(delta)
     finally:
-        future.cancel()
+        response.close()
+    raise APIResponseValidationError(None, None, "The reply broke off before the service said it was done.")
 
 
-async def _receive(connection: Connection, body: dict[str, Any], arrived: queue.SimpleQueue[Piece]) -> None:
-    await connection.ready()
-    headers = {
-        **connection.base_headers,
-        "authorization": f"Bearer {connection.auth.key}",  # as OpenAI's clients send it
-        "content-type": "application/json",
-        "accept": "text/event-stream",
-    }
-    url = f"{connection.config.base_url}{CHAT.path}"
-    content = json_codec.encode({**body, "stream": True})
-    async with connection.transport.open(
-        CHAT.pool, CHAT.method, url, headers, content, connection.config.timeout_s
-    ) as answer:
-        if answer.status >= 400:
-            raise error_of(connection, await answer.whole(), CHAT)
-        decoder = sse.Decoder()
-        async for data in answer.chunks():
-            for event in decoder.feed(data):
-                if event.data == "[DONE]":
-                    return
-                for piece in _pieces(event.data):
-                    arrived.put(piece)
-    raise APIResponseValidationError(None, None, "The answer broke off before the service said it was done.")
-
-
-def _pieces(data: str) -> Iterator[Piece]:
-    found = json_codec.decode_answer(data.encode())
-    if isinstance(found, dict) and found.get("error"):
-        error = found["error"]
+def _deltas(data: str) -> Iterator[ChatDelta]:
+    chunk = json_codec.decode_answer(data.encode())
+    if isinstance(chunk, dict) and chunk.get("error"):
+        error = chunk["error"]
         raise RequestFailedError(str(error.get("message") if isinstance(error, dict) else error))
     try:
-        for choice in found["choices"]:
+        for choice in chunk["choices"]:
             if text := choice["delta"].get("content"):
-                yield Piece(text)
+                yield ChatDelta(text)
             if choice.get("finish_reason"):
-                yield Piece("", choice["finish_reason"])
+                yield ChatDelta("", choice["finish_reason"])
     except (KeyError, TypeError, AttributeError):
-        raise APIResponseValidationError(body=found, message=f"The stream brought no text: {data:.200}") from None
+        raise APIResponseValidationError(body=chunk, message=f"The stream brought no text: {data:.200}") from None

@@ -1,9 +1,9 @@
-"""A training client's queue. Sequence numbers are reserved on the caller's thread, under one lock with the queueing:
-the order of calls is the order of numbers is the order of arrival, whatever thread or loop they come from.
+"""The queue of one training client. Sequence numbers are reserved on the caller's thread, under one lock with the
+queueing: the order of calls is the order of numbers is the order of arrival, whatever thread or loop they come from.
 
-An operation is a *program*: a coroutine that submits one or more requests through `Turn.send` while the lane is its
-own, and returns a coroutine that waits for the results after the lane has gone on. A program that fails, is cancelled
-or runs out of time fails its own future and gives its turn on; it cannot hold up the operations behind it.
+An operation is a `QueuedCall`: it submits one or more requests while the turn is its own, and collects their results
+after the turn has passed on. An operation that fails, is cancelled or runs out of time fails its own future and passes
+its turn on; it cannot hold up the operations behind it.
 """
 
 from __future__ import annotations
@@ -16,61 +16,59 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
 
-from tinkex.client._calls.submit import submit
-from tinkex.client._runtime.link import Connection
+from tinkex.client._calls.submit import AcceptedRequest, Encode, submit
+from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE, Operation, QueueObserver
 from tinkex.client._runtime.session import Session
-from tinkex.client.future import APIFuture, reject
-from tinkex.errors import ClosedError, DeadlineExceeded, WrongThread
+from tinkex.client.future import APIFuture
+from tinkex.errors import ClosedError, WrongThread
 from tinkex.events import Usage
-from tinkex.wire.body import Body
-from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("tinkex.training")
-Completion = Coroutine[Any, Any, T]
-Program = Callable[["Turn"], Coroutine[Any, Any, Completion[T]]]
 
 inside_custom_loss = threading.local()
-"""`.lane` is set in the worker thread that runs a user's loss: waiting there for the same lane would never end."""
+"""`.queue` is set in the worker thread that runs a user's loss: waiting there for the same queue would never end."""
+
+_queues: weakref.WeakSet[OperationQueue] = weakref.WeakSet()
 
 
-_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+class QueuedCall(Protocol[T_co]):
+    """What an operation does. Used once."""
+
+    @property
+    def requests(self) -> int:
+        """How many requests `submit` sends at most: that many sequence numbers are reserved."""
+
+    async def submit(self, turn: Turn) -> None:
+        """Send all requests through `turn`, each after the one before was accepted."""
+
+    async def collect(self) -> T_co:
+        """Wait for the results of what was submitted, and combine them."""
 
 
 class Turn:
-    """What a program holds while the lane is its own."""
+    """Held by an operation while it may submit."""
 
-    def __init__(self, connection: Connection, operation: Operation, seq_ids: range) -> None:
-        self.connection = connection
-        self.operation = operation
+    def __init__(self, link: ServiceLink, operation: Operation, seq_ids: range) -> None:
+        self._link = link
+        self._operation = operation
         self.unsent = seq_ids
         """Numbers that no request has carried yet."""
 
-    async def send(
-        self, endpoint: Endpoint, encode: Callable[[int, Dialect], Body], size_hint: int = 0
-    ) -> Coroutine[Any, Any, Any]:
-        """Submit the next request of this operation; returns a coroutine that waits for its result."""
+    async def send(self, endpoint: Endpoint, encode: Encode, size_hint: int = 0) -> AcceptedRequest:
+        """Submit the next request of this operation."""
         seq_id, self.unsent = self.unsent[0], self.unsent[1:]
-        return await submit(self.connection, self.operation, endpoint, seq_id, encode, size_hint)
+        return await submit(self._link, self._operation, endpoint, seq_id, encode, size_hint)
 
 
-class Entry(NamedTuple):
-    """An operation that waits for its turn. `context` is a copy of the caller's: the operation runs in it."""
-
-    operation: Operation
-    future: APIFuture[Any]
-    program: Program[Any]
-    seq_ids: range
-    context: contextvars.Context
-
-
-class Lane:
-    """One per training client."""
+class OperationQueue:
+    """Lets the operations of one training client submit one after the other, in the order they were called."""
 
     def __init__(self, session: Session, model_id: str, first_seq_id: int, observer: QueueObserver) -> None:
         self._session = session
@@ -79,25 +77,46 @@ class Lane:
         self.next_seq_id = first_seq_id
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._queue: deque[Entry] = deque()
-        self._worker: asyncio.Task[None] | None = None
+        self._turns = asyncio.Lock()  # first come, first served; waiting operations can be cancelled
         self._unseen: deque[APIFuture[Any]] = deque(maxlen=16)
-        _lanes.add(self)
+        _queues.add(self)
 
     def submit(
         self,
         kind: str,
-        program: Program[T],
-        count: int = 1,
+        call: QueuedCall[T],
         *,
         usage: Usage = NO_USAGE,
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> APIFuture[T]:
-        """Queue an operation that will send `count` requests. Returns at once, from any thread.
+        """Queue an operation. Returns at once, from any thread.
 
         `usage`, and `metrics` that are known beforehand, are for its events.
         """
-        if getattr(inside_custom_loss, "lane", None) is self:
+        self._check_may_submit(kind)
+        link = self._session.link()
+        self._report_unseen()
+        operation = Operation(kind, link.clock.now(), model_id=self.model_id, session=self._session)
+        operation.observers = (self._observer,)
+        operation.usage, operation.metrics = usage, metrics
+        future: APIFuture[T] = APIFuture(operation)
+        operation.future = future
+        link.operations.announce(operation)
+        future.add_done_callback(self._note_unseen)
+        context = contextvars.copy_context()
+        with self._lock:
+            seq_ids = range(self.next_seq_id, self.next_seq_id + call.requests)
+            self.next_seq_id = seq_ids.stop
+            operation.seq_id = seq_ids.start
+
+            async def work() -> T:
+                return await self._run(Turn(link, operation, seq_ids), future, call)
+
+            link.loop.post(link.operations.start, operation, future, work, context)
+        return future
+
+    def _check_may_submit(self, kind: str) -> None:
+        if getattr(inside_custom_loss, "queue", None) is self:
             raise WrongThread(
                 f"{kind} was called inside the custom loss of the same training client, which holds the queue until "
                 "the loss returns. Call it after forward_backward_custom."
@@ -107,67 +126,17 @@ class Lane:
                 f"{kind}: this training client was made before a fork, and the parent process goes on with its "
                 "sequence numbers. Use it there only, or make one here with create_training_client_from_state."
             )
-        connection = self._session.connect()
-        self._report_unseen()
-        operation = Operation(kind, connection.clock.now(), model_id=self.model_id, session=self._session)
-        operation.observers = (self._observer,)
-        operation.usage, operation.metrics = usage, metrics
-        future: APIFuture[T] = APIFuture(operation)
-        operation.future = future
-        connection.announce(operation)
-        with self._lock:
-            seq_ids = range(self.next_seq_id, self.next_seq_id + count)
-            self.next_seq_id += count
-            operation.seq_id = seq_ids.start
-            entry = Entry(operation, future, program, seq_ids, contextvars.copy_context())
-            connection.loop.post(self._enqueue, connection, entry)
-        return future
 
-    def _enqueue(self, connection: Connection, entry: Entry) -> None:
-        entry.context.run(connection.begin, entry.operation)
-        self._queue.append(entry)
-        if self._worker is None or self._worker.done():
-            self._worker = connection.loop.spawn(self._work(connection))
-
-    async def _work(self, connection: Connection) -> None:
-        while self._queue:
-            entry = self._queue.popleft()
-            if entry.future.cancelled():
-                self._give_back(entry.seq_ids)
-                entry.context.run(connection.end, entry.operation, ClosedError("cancelled before it was sent"))
-                continue
-            await self._take_turn(connection, entry)
-
-    async def _take_turn(self, connection: Connection, entry: Entry) -> None:
-        operation, future, program, seq_ids, context = entry
-        left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
-        # A task of its own, so that cancelling the operation ends the turn and not the lane.
-        held = Turn(connection, operation, seq_ids)
-        turn = connection.loop.loop.create_task(program(held), context=context)
-        future.add_done_callback(lambda done: connection.loop.cancel(turn) if done.cancelled() else None)
+    async def _run(self, turn: Turn, future: APIFuture[T], call: QueuedCall[T]) -> T:
         try:
-            async with asyncio.timeout(max(left_s, 0.0)):
-                completion = await turn
-        except Exception as problem:
-            self._give_back(held.unsent)
-            if isinstance(problem, TimeoutError) and not isinstance(problem, DeadlineExceeded):
-                problem = DeadlineExceeded(
-                    f"Gave up after {connection.config.deadline_s:.0f} s: "
-                    f"{operation.waiting_line(connection.clock.now())}."
-                )
-            context.run(self._fail, connection, operation, future, problem)
-            return
-        except asyncio.CancelledError:
-            self._give_back(held.unsent)
-            if future.cancelled() and turn.cancelled():
-                context.run(connection.end, operation, ClosedError("cancelled during its turn"))
-                return
-            stopping = ClosedError(f"{operation.name}: the process is stopping.")
-            context.run(self._fail, connection, operation, future, stopping)
+            async with self._turns:
+                if future.cancelled():  # on another thread, a moment ago: this task has not been cancelled yet
+                    raise asyncio.CancelledError
+                await call.submit(turn)
+        except BaseException:
+            self._give_back(turn.unsent)
             raise
-        left_s = connection.config.deadline_s - (connection.clock.now() - operation.created_at)
-        task = connection.loop.spawn(connection.drive(operation, future, completion, max(left_s, 0.0)), context)
-        future.add_done_callback(lambda done: self._settled(connection, done, task))
+        return await call.collect()
 
     def _give_back(self, unsent: range) -> None:
         """Numbers that never left, if no later ones are taken: a service waits for a missing one before it goes on."""
@@ -175,40 +144,30 @@ class Lane:
             if unsent and self.next_seq_id == unsent.stop:
                 self.next_seq_id = unsent.start
 
-    def _settled(self, connection: Connection, future: APIFuture[Any], task: asyncio.Task[None]) -> None:
-        if future.cancelled():
-            connection.loop.cancel(task)
-        elif not future._is_observed and concurrent_error(future) is not None:
+    def _note_unseen(self, future: APIFuture[Any]) -> None:
+        if not future._is_observed and _error_of(future) is not None:
             self._unseen.append(future)
-
-    def _fail(
-        self, connection: Connection, operation: Operation, future: APIFuture[Any], problem: BaseException
-    ) -> None:
-        reject(future, problem)
-        if not future._is_observed and not future.cancelled():
-            self._unseen.append(future)
-        connection.end(operation, problem)
 
     def _report_unseen(self) -> None:
-        """Say at the next call what failed without anybody looking: the usual cause of 'it hangs later' reports."""
+        """Log at the next call what failed without anybody looking: the usual cause of 'it hangs later' reports."""
         while True:
             try:
                 future = self._unseen.popleft()
             except IndexError:  # empty; another thread may have taken the last one
                 return
             if not future._is_observed:
-                name, problem = future._operation.name, concurrent_error(future)
-                log.warning("%s failed and nobody has looked at its future: %s", name, problem)
+                name, error = future._operation.name, _error_of(future)
+                log.warning("%s failed and nobody has looked at its future: %s", name, error)
 
 
 def _report_at_exit() -> None:
-    for lane in list(_lanes):
-        lane._report_unseen()
+    for queue in list(_queues):
+        queue._report_unseen()
 
 
 atexit.register(_report_at_exit)
 
 
-def concurrent_error(future: APIFuture[Any]) -> BaseException | None:
-    """The error of a finished future, without marking it as seen."""
+def _error_of(future: APIFuture[Any]) -> BaseException | None:
+    """Return the error of a finished future, without marking it as seen."""
     return None if future.cancelled() else future._exception
