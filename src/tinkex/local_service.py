@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from tinkex import settings
-from tinkex.client.future import APIFuture, reject, resolve
+from tinkex.client.future import APIFuture, follow_up, reject, resolve
 from tinkex.client.service import ServiceClient
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, MissingExtra, TinkexError
@@ -107,7 +107,7 @@ class LocalServiceClient(ServiceClient):
     def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
         """End the session, then the server. The future is done when both are."""
         goodbye = super().close(status, detail)
-        both: APIFuture[None] = APIFuture(goodbye._operation)
+        both: APIFuture[None] = follow_up(goodbye)
 
         def finish() -> None:
             problem = goodbye.exception()

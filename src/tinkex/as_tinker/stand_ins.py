@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 from tinkex.client.future import APIFuture, reject, resolve
-from tinkex.client.service import refuse_server_side_loss
+from tinkex.client.service import server_side_loss_error
 from tinkex.errors import APIConnectionError
 from tinkex.types.base import Value
 
@@ -24,7 +24,7 @@ class LossHandle:
     """A loss kept by the service. None can be made: see `ServiceClient.create_custom_loss`."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
-        raise refuse_server_side_loss()
+        raise server_side_loss_error()
 
 
 class Timeout:

@@ -41,29 +41,18 @@ def config_for(args: argparse.Namespace) -> Config:
 
 def rest_client(args: argparse.Namespace) -> RestClient:
     """A client for reading and tidying. It opens no session."""
-    from tinkex.client._runtime.session import Session
     from tinkex.client.rest import RestClient
 
     announce_retries()
-    return RestClient(Session(config_for(args)))
+    return RestClient(config=config_for(args))
 
 
 def ask(args: argparse.Namespace, endpoint: Endpoint) -> Any:
     """The JSON that one call answers, as it came: our own service says more than the official types hold."""
-    from tinkex.client._calls.call import call
-    from tinkex.client._runtime.link import connection_for
-    from tinkex.client._runtime.operation import Operation
-    from tinkex.wire import json_codec
+    from tinkex.client.diagnose import fetch_json
 
     announce_retries()
-    connection = connection_for(config_for(args))
-    operation = Operation(endpoint.name, connection.clock.now())
-
-    async def work() -> Any:
-        await connection.ready()
-        return json_codec.decode_answer((await call(connection, endpoint, operation=operation)).content)
-
-    return connection.run(operation, work).result()
+    return fetch_json(config_for(args), endpoint)
 
 
 @functools.cache

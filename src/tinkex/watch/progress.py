@@ -106,8 +106,8 @@ class Progress:
         self._file, self._live, self._every_s = file, live, max(every_s, 0.01)
         self._tally = Tally(
             training.model_id,
-            training._session.session_id or "",
-            None if samplers is None else frozenset(sampler._sampling_session_id for sampler in samplers),
+            training.session_id or "",
+            None if samplers is None else frozenset(sampler.sampling_session_id for sampler in samplers),
             clock,
             self._prices,
             price,

@@ -282,7 +282,7 @@ def test_limits_are_shared_by_service_and_key_and_by_nothing_else() -> None:
 
         def limiter(url: str, key: str, **options: float) -> object:
             with tinkex.ServiceClient(base_url=url, api_key=key, telemetry=False, **options) as client:
-                return client.create_sampling_client(base_model=MODEL)._session.connect().limiter
+                return client.create_sampling_client(base_model=MODEL)._session.link().limiter
 
         first = limiter(one.url, "tml-a")
         assert limiter(one.url, "tml-a") is first

@@ -77,7 +77,7 @@ def test_a_forked_child_has_limits_and_connections_of_its_own(proto_service: Scr
     sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
     proto_service.script.on("asample", nth=1, do=Status(429, headers={"retry-after": "5"}))
     backed_off = sampler.sample(prompt(), 1, ONE_TOKEN)
-    while not sampler._session.connect().limiter.dispatch.is_backed_off:
+    while not sampler._session.link().limiter.dispatch.waiting:
         time.sleep(0.01)
     before = proto_service.accepted_connections
     started = time.monotonic()

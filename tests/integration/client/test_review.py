@@ -26,7 +26,7 @@ from tests.integration.client.wires import Raw, read_head
 from tests.unit.client.test_pool import REQUEST, Network
 from tinkex.client._calls.limits import Gate
 from tinkex.client._http.dial import Origin
-from tinkex.client._http.exchange import Exchange, Request
+from tinkex.client._http.exchange import Exchange, HTTPRequest
 from tinkex.client._http.http2 import Http2
 from tinkex.client._http.pool import ConnectionPool
 from tinkex.client._runtime.loop import Mailbox, loop_thread
@@ -128,7 +128,7 @@ def test_cancelling_in_the_moment_of_the_start_leaves_no_unawaited_work(
         assert made.pop().cancelled()
         gc.collect()
     assert [str(entry.message) for entry in noise if "never awaited" in str(entry.message)] == []
-    assert not sampler._session.connect().in_flight
+    assert not sampler._session.link().operations.in_flight
 
 
 def test_a_client_closed_while_its_session_opens_says_so_without_noise(
@@ -242,7 +242,7 @@ def test_a_service_that_shrinks_its_window_still_gets_the_whole_body() -> None:
 
         turn()
         body = bytes(range(256)) * 1000
-        client.start(Request("POST", "https", "host", "/", {}, body), Exchange(loop, False))
+        client.start(HTTPRequest("POST", "https", "host", "/", {}, body), Exchange(loop, False))
         turn()
         service.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 100})
         turn()  # 65,535 bytes are on their way: the window is far below zero now
@@ -259,7 +259,7 @@ def test_a_service_that_shrinks_its_window_still_gets_the_whole_body() -> None:
 def test_a_header_that_cannot_be_sent_is_refused_on_either_version_of_http() -> None:
     for value in ("two\r\nlines", "日本"):
         with pytest.raises(tinkex.ValidationError, match="x-note"):
-            Request("GET", "https", "host", "/", {"x-note": value}, b"").check()
+            HTTPRequest("GET", "https", "host", "/", {"x-note": value}, b"").check()
 
 
 SURPLUS = (
@@ -320,7 +320,7 @@ def test_a_service_that_tells_the_size_again_and_again_is_asked_at_a_measured_pa
         started = time.monotonic()
         assert sampler.sample(prompt(), 1, PARAMS).result(10).sequences
         assert time.monotonic() - started > 0.1
-        answers = client._session.connect().limiter.answers
+        answers = client._session.link().limiter.results
         assert (answers.held, answers.held_bytes) == (0, 0)
 
 

@@ -261,7 +261,7 @@ def test_a_prompt_too_long_for_the_model_is_refused_before_it_is_sent(connect: C
         service.wait_for_requests("get_server_capabilities")
         # The answer may still be on its way; the first call that knows it refuses.
         deadline = time.monotonic() + 5
-        while not client._session.connect().context_lengths.get(MODEL) and time.monotonic() < deadline:
+        while not client._session.link().context_lengths.get(MODEL) and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(tinkex.TinkexError, match=r"Prompt length plus max_tokens exceeds"):
             sampler.sample(prompt(), 1, tinkex.SamplingParams(max_tokens=100))
@@ -277,62 +277,6 @@ def test_an_unknown_stop_word_never_crashes_a_result(connect: Connect) -> None:
         (sequence,) = sampler.sample(prompt(), 1, PARAMS).result(20).sequences
         assert sequence.tokens == [1]
         assert sequence.raw_stop_reason == "cosmic_ray"
-
-
-# -- streams ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_yields_the_tokens_of_the_sample_as_they_are_made(
-    proto_service: ScriptedService, connect: Connect
-) -> None:
-    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
-    stream = sampler.stream(prompt(), PARAMS)
-    chunks = list(stream)
-    assert len(chunks) > 2
-    tokens = [token for chunk in chunks for token in chunk.tokens]
-    assert stream.response is not None
-    assert tokens == stream.response.sequences[0].tokens
-    assert chunks[-1].stop_reason == stream.response.sequences[0].stop_reason
-
-
-def test_a_stream_can_be_awaited_chunk_by_chunk(proto_service: ScriptedService, connect: Connect) -> None:
-    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
-
-    async def read() -> list[int]:
-        return [token async for chunk in sampler.stream(prompt(), PARAMS) for token in chunk.tokens]
-
-    assert asyncio.run(read()) == sampler.sample(prompt(), 1, PARAMS).result(20).sequences[0].tokens
-
-
-def test_where_streaming_is_not_announced_one_final_chunk_comes(connect: Connect) -> None:
-    with ScriptedService(dialect="json", base_models=[MODEL]) as service:
-        sampler = connect(service).create_sampling_client(base_model=MODEL)
-        (chunk,) = list(sampler.stream(prompt(), PARAMS))
-        assert chunk.tokens == sampler.sample(prompt(), 1, PARAMS).result(20).sequences[0].tokens
-        assert not service.requests_to("sample_stream")
-
-
-def test_a_stream_is_read_once(proto_service: ScriptedService, connect: Connect) -> None:
-    stream = connect(proto_service).create_sampling_client(base_model=MODEL).stream(prompt(), PARAMS)
-    assert list(stream)
-    with pytest.raises(tinkex.StreamAlreadyConsumed):
-        list(stream)
-
-
-def test_a_stream_that_breaks_off_is_an_error_not_a_short_sample(
-    proto_service: ScriptedService, connect: Connect
-) -> None:
-    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
-    proto_service.script.on("sample_stream", do=Drop(when="mid_answer"))
-    with pytest.raises(tinkex.APIError):
-        list(sampler.stream(prompt(), tinkex.SamplingParams(max_tokens=50)))
-
-
-def test_leaving_a_stream_early_closes_it(proto_service: ScriptedService, connect: Connect) -> None:
-    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
-    for _ in sampler.stream(prompt(), tinkex.SamplingParams(max_tokens=200)):
-        break
-    assert sampler.sample(prompt(), 1, PARAMS).result(20).sequences
 
 
 def test_a_process_that_may_open_only_60_files_still_gets_all_its_samples(proto_service: ScriptedService) -> None:

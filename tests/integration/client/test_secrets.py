@@ -118,7 +118,7 @@ def test_a_token_that_ran_out_is_traded_once_and_nothing_is_lost() -> None:
             sampler = client.create_sampling_client(base_model=MODEL)
             old = service.requests_to("create_model")[0].headers["x-api-key"]
             # From now on the service knows only tokens that it gives out later.
-            connection = client._session.connect()
+            connection = client._session.link()
             service.script.on("auth_token", do=Answer({"jwt": "eyJ.new.token"}))
             service.script.on("*", do=Status(401, "expired"), where=lambda r: r.headers.get("x-api-key") == old)
             steps = [training.optim_step(step()) for _ in range(3)]

@@ -108,7 +108,7 @@ def test_a_custom_loss_that_raises_fails_its_own_call_only(training: tinkex.Trai
 def test_the_dialect_is_learned_from_client_config(service: ScriptedService, training: tinkex.TrainingClient) -> None:
     training.forward_backward([datum()], "cross_entropy").result(20)
     (sent,) = service.requests_to("forward_backward")
-    is_json = training._session.connect().dialect is Dialect.JSON
+    is_json = training._session.link().dialect is Dialect.JSON
     assert (sent.headers["content-type"] == "application/json") == is_json
 
 
@@ -134,7 +134,7 @@ def test_a_refusal_in_both_dialects_is_the_services_first_word(
     training = connect(proto_service).create_lora_training_client(MODEL)
     with pytest.raises(tinkex.BadRequestError, match="your data are bad"):
         training.forward_backward([datum()], "cross_entropy").result(20)
-    assert training._session.connect().dialect is Dialect.PROTO
+    assert training._session.link().dialect is Dialect.PROTO
 
 
 def test_training_bodies_are_compressed_where_the_service_asks_for_it(connect: Connect) -> None:

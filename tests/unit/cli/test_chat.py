@@ -143,7 +143,7 @@ def test_a_checkpoint_that_cannot_be_sampled_is_refused_with_where_to_look(
         ((400, ['{"error": {"message": "max_tokens: too many."}}']), "refused (HTTP 400: max_tokens: too many)"),
         ((404, ['{"detail": "no such call"}']), "Not found (HTTP 404: no such call)"),
         ((200, [chunk("Hel"), '{"error": {"message": "The engine died."}}']), "The engine died."),
-        ((200, [chunk("Hel")]), "The answer broke off"),
+        ((200, [chunk("Hel")]), "The reply broke off"),
         ((200, ["[1, 2]"]), "The stream brought no text"),
     ],
 )  # fmt: skip

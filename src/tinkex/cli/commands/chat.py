@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinkex.cli.main import Words
-    from tinkex.client._runtime.link import Connection
+    from tinkex.settings import Config
 
 LATEST = "latest"
 PROMPT = "> "
@@ -50,7 +50,6 @@ def add(words: Words, about: str) -> None:
 
 def chat(args: argparse.Namespace) -> int:
     from tinkex.cli.connect import announce_retries, config_for
-    from tinkex.client._runtime.link import connection_for
     from tinkex.errors import ValidationError
 
     is_conversation = sys.stdin.isatty()
@@ -58,15 +57,15 @@ def chat(args: argparse.Namespace) -> int:
         raise ValidationError("-o json is for one message on stdin: echo 'Who are you?' | tinkex chat -o json")
     announce_retries()
     model, about = choose(args)
-    talk = Conversation(connection_for(config_for(args)), model, args)
+    talk = Conversation(config_for(args), model, args)
     return converse(talk, about) if is_conversation else answer_one(talk, as_json=args.output == "json")
 
 
 class Conversation:
     """What was said, and how the next answer is asked for."""
 
-    def __init__(self, connection: Connection, model: str, args: argparse.Namespace) -> None:
-        self._connection = connection
+    def __init__(self, config: Config, model: str, args: argparse.Namespace) -> None:
+        self._config = config
         self.model = model
         self.system: str | None = args.system
         self.temperature: float | None = args.temperature
@@ -88,7 +87,7 @@ class Conversation:
 
         A message that got no answer is forgotten, so that it can be sent again.
         """
-        from tinkex.cli.commands.answers import stream
+        from tinkex.client.chat_stream import stream_chat
 
         body = {
             "model": self.model,
@@ -101,7 +100,7 @@ class Conversation:
         said: list[str] = []
         reason: str | None = None
         try:
-            with closing(stream(self._connection, given)) as pieces:  # type: ignore[type-var]
+            with closing(stream_chat(self._config, given)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:
                     said.append(piece.text)
                     reason = piece.finish_reason or reason

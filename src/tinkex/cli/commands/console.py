@@ -102,11 +102,10 @@ def _config(args: argparse.Namespace) -> tuple[Config, bool]:
 def _state_of(config: Config) -> bool:
     """Whether the service uses keys. Asked once: somebody waits for a browser."""
     from tinkex import settings
-    from tinkex.client._runtime.session import Session
     from tinkex.client.rest import RestClient
 
     quick = settings.with_overrides(config, max_retries=1)
-    return RestClient(Session(quick)).get_service_state().result().uses_keys
+    return RestClient(config=quick).get_service_state().result().uses_keys
 
 
 def _open(url: str) -> bool:

@@ -100,13 +100,13 @@ def _shown(name: str, config: Config, sources: dict[str, str]) -> str:
 def _service(config: Config, found: dict[str, Any]) -> list[Finding]:
     """From the wire upwards; what is above a failure is not looked at."""
     from tinkex.cli.commands import probes
-    from tinkex.client._runtime.link import connection_for
+    from tinkex.client.diagnose import ServiceProbe
 
     findings, is_http2 = probes.network(config)
     findings.append(_files(config, is_http2))
     if any(finding.status == "FAIL" for finding in findings):
         return findings
-    connection = connection_for(config)
+    connection = ServiceProbe(config, probes.PROBE_S)
     answers, is_up = probes.http(connection)
     findings += answers
     if not is_up:

@@ -8,17 +8,13 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from tinkex import settings
-from tinkex.client._calls.call import send
-from tinkex.client._http.dial import tls_context
-from tinkex.client._http.transport import Answer
-from tinkex.client._runtime.link import Connection
-from tinkex.client._runtime.operation import Operation
+from tinkex.client.diagnose import ServiceProbe, tls_context
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, TinkexError
 from tinkex.redact import redact
@@ -120,11 +116,11 @@ def _tls(config: Config, route: Route) -> tuple[Finding, bool]:
     return Finding("TLS", "ok", detail), protocol == "h2"
 
 
-def http(connection: Connection) -> tuple[list[Finding], bool]:
+def http(connection: ServiceProbe) -> tuple[list[Finding], bool]:
     """Whether the service answers, and what its clock says."""
     started = REAL.now()
     try:
-        answer = _ask(connection, endpoints.HEALTHZ)
+        answer = connection.ask(endpoints.HEALTHZ)
     except TinkexError as problem:
         remedy = "The address answers, but not with HTTP. Check base_url, and any proxy between here and there."
         return [Finding("HTTP", "FAIL", redact(str(problem)), remedy)], False
@@ -152,10 +148,10 @@ def clock(date: str | None, wall: float) -> Finding:
     return Finding("clock", "FAIL" if abs(skew_s) >= SKEW_FAIL_S else "warn", detail, remedy)
 
 
-def service(connection: Connection) -> list[Finding]:
+def service(connection: ServiceProbe) -> list[Finding]:
     """The handshake: dialect and limits, as the service announces them."""
     try:
-        dialect = _run(connection, connection.ready)
+        dialect, server, own = connection.handshake()
     except (TinkexError, ValueError) as problem:  # ValueError: the answer is no JSON
         remedy = "Is base_url that of a Tinker API? It is the part of the address before /api/v1."
         if getattr(problem, "status_code", 0) in (401, 403):
@@ -163,7 +159,6 @@ def service(connection: Connection) -> list[Finding]:
         return [Finding("dialect", "FAIL", redact(str(problem)), remedy)]
     if dialect is Dialect.JSON:
         return [Finding("dialect", "ok", "JSON: a service of the protocol before 0.18, which announces no limits")]
-    server, own = connection.server, connection.extensions
     offers = ", ".join(name for name, is_on in own.items() if is_on is True)
     detail = "protobuf" + (
         f"; tinkex service {own.get('version', '?')}, offers {offers or 'nothing more'}" if own else ""
@@ -175,11 +170,11 @@ def service(connection: Connection) -> list[Finding]:
     return [Finding("dialect", "ok", detail), Finding("limits", "ok", limits)]
 
 
-def key(connection: Connection) -> Finding:
+def key(connection: ServiceProbe) -> Finding:
     """Whether the service takes the key. Asks for something that every service guards."""
     row = endpoints.LIST_TRAINING_RUNS
     try:
-        answer = _ask(connection, row, f"{row.path}?limit=1")
+        answer = connection.ask(row, f"{row.path}?limit=1")
     except TinkexError as problem:
         return Finding("key", "FAIL", redact(str(problem)), "Try again; the service answered before.")
     if answer.status in (401, 403):
@@ -191,10 +186,10 @@ def key(connection: Connection) -> Finding:
     return Finding("key", "ok", "accepted")
 
 
-def models(connection: Connection) -> tuple[Finding, list[SupportedModel]]:
+def models(connection: ServiceProbe) -> tuple[Finding, list[SupportedModel]]:
     """What the service offers."""
     try:
-        answer = _ask(connection, endpoints.GET_SERVER_CAPABILITIES)
+        answer = connection.ask(endpoints.GET_SERVER_CAPABILITIES)
         if answer.status >= 400:
             return Finding("models", "warn", f"not known: HTTP {answer.status}", "Check the key."), []
         offered = json_codec.read(GetServerCapabilitiesResponse, json_codec.decode(answer.content)).supported_models
@@ -211,16 +206,6 @@ def _model(offered: SupportedModel) -> str:
     about += ["no training"] if offered.trainable is False else []
     about += ["no sampling"] if offered.sampleable is False else []
     return f"{offered.model_name}" + (f" ({', '.join(about)})" if about else "")
-
-
-def _ask(connection: Connection, row: endpoints.Endpoint, path: str | None = None) -> Answer:
-    """One exchange, no retry: a doctor wants to see the fever."""
-    return _run(connection, lambda: send(connection, row, None, path=path, timeout_s=PROBE_S))
-
-
-def _run(connection: Connection, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    operation = Operation("doctor", connection.clock.now())
-    return connection.run(operation, work, PROBE_S).result()
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

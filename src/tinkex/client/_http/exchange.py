@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from tinkex.errors import ValidationError
@@ -18,7 +18,7 @@ _BAD_HEADER = re.compile(r"[^\t\x20-\xff]")
 _BAD_TARGET = re.compile(r"[^\x21-\xff]")
 
 
-class Request(NamedTuple):
+class HTTPRequest(NamedTuple):
     """What is to be sent. `target` is the path with its query, as it stands in a URL."""
 
     method: str
@@ -37,7 +37,7 @@ class Request(NamedTuple):
             raise ValidationError("The address holds a character that must be written as %XX there.")
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """The connection ended before the answer did. `is_untouched`: the service cannot have acted on the request."""
 
     def __init__(self, reason: str, *, is_untouched: bool = False) -> None:
@@ -45,7 +45,7 @@ class Lost(Exception):
         self.is_untouched = is_untouched
 
 
-class Silent(Exception):
+class ReadTimeout(Exception):
     """Neither a byte came nor one went for too long."""
 
 
@@ -121,16 +121,21 @@ class Exchange:
         """The whole body, once ended."""
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives."""
+    async def next_piece(self) -> bytes:
+        """Take the next piece of the body as it arrives; b"" at its end."""
+        await self.wait_for_piece()
+        if not self._pieces:
+            return b""
+        piece = self._pieces.popleft()
+        self.buffered -= len(piece)
+        if self.buffered < STREAM_BUFFER // 2:
+            self._resume()
+        return piece
+
+    async def wait_for_piece(self) -> None:
+        """Return when a piece of the body is here or the body has ended; raise what broke it off."""
         assert self._news is not None
-        while True:
-            while self._pieces:
-                piece = self._pieces.popleft()
-                self.buffered -= len(piece)
-                if self.buffered < STREAM_BUFFER // 2:
-                    self._resume()
-                yield piece
+        while not self._pieces:
             if self._is_ended:
                 if self.error is not None:
                     raise self.error
@@ -151,7 +156,7 @@ class Connection(Protocol):
     settled: asyncio.Future[None] | None
     """Done when the service has said how many exchanges it takes; None where that is not a question."""
 
-    def start(self, request: Request, exchange: Exchange) -> None: ...
+    def start(self, request: HTTPRequest, exchange: Exchange) -> None: ...
 
     def abandon(self, exchange: Exchange) -> None:
         """Nobody waits for this answer any more."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import httptools
 
-from tinkex.client._http.exchange import Exchange, Lost, Request
+from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest
 
 
 class Http1(asyncio.Protocol):
@@ -35,7 +35,7 @@ class Http1(asyncio.Protocol):
 
     # -- what the pool asks -----------------------------------------------------------------------------------------
 
-    def start(self, request: Request, exchange: Exchange) -> None:
+    def start(self, request: HTTPRequest, exchange: Exchange) -> None:
         request.check()
         head = self._head(request)
         self._exchange = exchange
@@ -59,7 +59,7 @@ class Http1(asyncio.Protocol):
         self.is_closed = True
         self._transport.abort()
 
-    def _head(self, request: Request) -> bytes:
+    def _head(self, request: HTTPRequest) -> bytes:
         target = request.target
         if self._via_proxy:
             target = f"{request.scheme}://{request.authority}{target}"
@@ -87,7 +87,7 @@ class Http1(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as problem:
-            self._fail(Lost(f"the answer is not HTTP: {problem}"))
+            self._fail(ConnectionLost(f"the answer is not HTTP: {problem}"))
 
     def eof_received(self) -> None:
         exchange = self._exchange
@@ -106,9 +106,9 @@ class Http1(asyncio.Protocol):
         if self._exchange is not None:
             reason = str(problem) if problem else "closed by the service"
             begun = "in the middle of its answer" if self._exchange.has_begun else "before it answered"
-            self._fail(Lost(f"connection lost {begun} ({reason})"))
+            self._fail(ConnectionLost(f"connection lost {begun} ({reason})"))
 
-    def _fail(self, problem: Lost) -> None:
+    def _fail(self, problem: ConnectionLost) -> None:
         exchange, self._exchange = self._exchange, None
         self.close()
         if exchange is not None:

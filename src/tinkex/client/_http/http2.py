@@ -13,7 +13,7 @@ import h2.exceptions
 import h2.settings
 from h2.connection import ConnectionInputs, ConnectionState
 
-from tinkex.client._http.exchange import Exchange, Lost, Request
+from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest
 
 STREAMS = 100
 """Exchanges per connection, if the service allows as many: beyond that another connection is opened."""
@@ -58,7 +58,7 @@ class Http2(asyncio.Protocol):
 
     # -- what the pool asks -----------------------------------------------------------------------------------------
 
-    def start(self, request: Request, exchange: Exchange) -> None:
+    def start(self, request: HTTPRequest, exchange: Exchange) -> None:
         request.check()
         headers = [
             (":method", request.method),
@@ -74,7 +74,7 @@ class Http2(asyncio.Protocol):
             self._h2.send_headers(number, headers, end_stream=not request.content)
         except h2.exceptions.ProtocolError as problem:
             self.capacity = 0  # no stream can be opened here any more
-            exchange.fail(Lost(f"the connection takes no more requests ({problem})", is_untouched=True))
+            exchange.fail(ConnectionLost(f"the connection takes no more requests ({problem})", is_untouched=True))
             return
         self._streams[number] = exchange
         self._numbers[exchange] = number
@@ -123,7 +123,7 @@ class Http2(asyncio.Protocol):
             self.settled.set_exception(OSError(f"connection lost ({reason})"))
             self.settled.exception()  # seen by whoever waits; nobody may be left to
         for number in list(self._streams):
-            self._fail(number, Lost(f"connection lost ({reason})"))
+            self._fail(number, ConnectionLost(f"connection lost ({reason})"))
 
     def data_received(self, data: bytes) -> None:
         self.last_activity = self._loop.time()
@@ -132,7 +132,7 @@ class Http2(asyncio.Protocol):
                 self._on(event)
         except h2.exceptions.ProtocolError as problem:
             for number in list(self._streams):
-                self._fail(number, Lost(f"the answer is not HTTP/2: {problem}"))
+                self._fail(number, ConnectionLost(f"the answer is not HTTP/2: {problem}"))
             self._flush()
             self.close()
             return
@@ -153,12 +153,15 @@ class Http2(asyncio.Protocol):
                 exchange.finish()
             case h2.events.StreamReset(stream_id=number) if number in self._streams:
                 is_untouched = event.error_code == h2.errors.ErrorCodes.REFUSED_STREAM
-                self._fail(number, Lost(f"stream reset by the service ({event.error_code})", is_untouched=is_untouched))
+                self._fail(
+                    number,
+                    ConnectionLost(f"stream reset by the service ({event.error_code})", is_untouched=is_untouched),
+                )
             case h2.events.ConnectionTerminated():
                 # The service is leaving: what it has not begun it will not do; the rest may still be answered.
                 self.capacity = 0
                 for number in [open_ for open_ in self._streams if open_ > (event.last_stream_id or 0)]:
-                    self._fail(number, Lost("the service closes this connection (GOAWAY)", is_untouched=True))
+                    self._fail(number, ConnectionLost("the service closes this connection (GOAWAY)", is_untouched=True))
                 if not self._streams:
                     self.close()
             case h2.events.RemoteSettingsChanged():
@@ -195,7 +198,7 @@ class Http2(asyncio.Protocol):
         except h2.exceptions.ProtocolError:
             pass  # the service was quicker
 
-    def _fail(self, number: int, problem: Lost) -> None:
+    def _fail(self, number: int, problem: ConnectionLost) -> None:
         exchange = self._streams[number]
         self._numbers.pop(exchange, None)
         self._forget(number)

@@ -10,7 +10,7 @@ import ssl
 from collections import deque
 
 from tinkex.client._http.dial import Origin, dial
-from tinkex.client._http.exchange import Connection, Exchange, Lost, Request, Silent
+from tinkex.client._http.exchange import Connection, ConnectionLost, Exchange, HTTPRequest, ReadTimeout
 
 log = logging.getLogger("tinkex.http")
 CONNECT_TIMEOUT_S = 10.0
@@ -45,32 +45,44 @@ class ConnectionPool:
     def size(self) -> int:
         return len(self._connections) + self._opening
 
-    async def exchange(self, request: Request, timeout_s: float, is_streamed: bool = False) -> Exchange:
-        """Send, and wait for the whole answer (or its beginning, if streamed). Raises Lost, Silent or OSError."""
-        may_repeat = True
-        while True:
-            connection = await self._acquire()
-            is_fresh, connection.was_used = not connection.was_used, True
-            exchange = self._new_exchange(connection, is_streamed)
-            try:
-                connection.start(request, exchange)
-                await self._wait(connection, exchange, timeout_s)
-                return exchange
-            except Lost as problem:
-                # A connection that the service closed while it was idle, found out only now: nothing of an answer
-                # came. Once more, at once, on another; the idempotency key and the seq_id make that harmless.
-                if exchange.has_begun or not may_repeat or (is_fresh and not problem.is_untouched):
-                    raise
-                may_repeat = False
-            except BaseException:
-                self._give_up(connection, exchange)
+    async def exchange(self, request: HTTPRequest, timeout_s: float, is_streamed: bool = False) -> Exchange:
+        """Send, and wait for the whole response (or its headers, if streamed).
+
+        Raises ConnectionLost, ReadTimeout or OSError.
+        """
+        connection = await self._acquire()
+        is_fresh, connection.was_used = not connection.was_used, True
+        exchange = self._new_exchange(connection, is_streamed)
+        try:
+            await self._send(connection, exchange, request, timeout_s)
+            return exchange
+        except ConnectionLost as error:
+            if exchange.has_begun or (is_fresh and not error.is_untouched):
                 raise
+        # No retry, but a rule of the transport: the service had closed the connection while it was idle, or rejected
+        # the stream unread, and nothing of a response came. Once more, at once, on another connection; the idempotency
+        # key and the seq_id make that harmless. A second loss is the caller's to handle.
+        connection = await self._acquire()
+        connection.was_used = True
+        exchange = self._new_exchange(connection, is_streamed)
+        await self._send(connection, exchange, request, timeout_s)
+        return exchange
+
+    async def _send(self, connection: Connection, exchange: Exchange, request: HTTPRequest, timeout_s: float) -> None:
+        try:
+            connection.start(request, exchange)
+            await self._wait(connection, exchange, timeout_s)
+        except ConnectionLost:
+            raise
+        except BaseException:
+            self._abandon(connection, exchange)
+            raise
 
     def _new_exchange(self, connection: Connection, is_streamed: bool) -> Exchange:
         exchange = Exchange(self._loop, is_streamed)
         exchange.release = lambda: self._release(connection)
         if is_streamed:
-            exchange.abandon = lambda: self._give_up(connection, exchange)
+            exchange.abandon = lambda: self._abandon(connection, exchange)
         return exchange
 
     async def _wait(self, connection: Connection, exchange: Exchange, timeout_s: float) -> None:
@@ -79,7 +91,7 @@ class ConnectionPool:
         try:
             await (exchange.ended if exchange.begun is None else exchange.begun)
         except asyncio.CancelledError:
-            self._give_up(connection, exchange)
+            self._abandon(connection, exchange)
             raise
         finally:
             if exchange.timer is not None:
@@ -104,12 +116,12 @@ class ConnectionPool:
             connection.close()
             self._drop_idle()
         exchange.fail(
-            Silent(f"nothing came for {timeout_s:.0f} s" if timeout_s >= 1 else f"nothing came for {timeout_s} s")
+            ReadTimeout(f"nothing came for {timeout_s:.0f} s" if timeout_s >= 1 else f"nothing came for {timeout_s} s")
         )
 
-    def _give_up(self, connection: Connection, exchange: Exchange) -> None:
+    def _abandon(self, connection: Connection, exchange: Exchange) -> None:
         connection.abandon(exchange)
-        exchange.fail(Lost("given up by the caller"))
+        exchange.fail(ConnectionLost("given up by the caller"))
 
     # -- connections ------------------------------------------------------------------------------------------------
 
@@ -172,7 +184,7 @@ class ConnectionPool:
             if isinstance(problem, TimeoutError):
                 problem = ConnectTimeout(f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
             if problem.errno not in NO_FILES:
-                self._disappoint(problem)
+                self._fail_waiters(problem)
             self._wake_one()
             raise problem from None
         except BaseException:
@@ -190,7 +202,7 @@ class ConnectionPool:
             self._wake_one()
         return connection
 
-    def _disappoint(self, problem: OSError) -> None:
+    def _fail_waiters(self, problem: OSError) -> None:
         """A connection could not be opened: those who waited for places on it hear so at once, not one by one."""
         for _ in range(self._streams - 1):
             if not self._waiters:
@@ -214,7 +226,8 @@ class ConnectionPool:
                     waiter.set_result(connection)
                     return
         connection.idle_since = self._loop.time()
-        if connection not in self._idle if connection.capacity > 1 else True:
+        # Over HTTP/2 a connection with room for more is in `_idle` already, even while it is in use.
+        if connection.capacity == 1 or connection not in self._idle:
             self._idle.append(connection)
         self._wake_one()
         if self._reaper is None:
