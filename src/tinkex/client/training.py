@@ -327,7 +327,7 @@ class TrainingClient(Handle):
     ) -> APIFuture[ForwardBackwardOutput]:
         kept = validate.check_data(data, loss_fn)
         chunks = self._split(kept)
-        config = validate.check_loss_config(loss_fn_config)
+        config = validate.check_loss_config(loss_fn_config, loss_fn)
 
         async def program(turn: Turn) -> Coroutine[Any, Any, ForwardBackwardOutput]:
             waits = await _send_chunks(turn, endpoint, self.model_id, chunks, loss_fn, config)

@@ -52,7 +52,7 @@ def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = 
 def as_response(problem: Exception, *, is_openai: bool = False) -> Response:
     """What is answered when a handler raises; OpenAI's clients read another shape."""
     if isinstance(problem, ValidationError):
-        problem = bad(str(problem), "invalid")
+        problem = bad(str(problem), problem.code)
     if isinstance(problem, (DiskFull, Unavailable)):
         problem = Refused(503, str(problem), "store_unavailable", "server", {"retry-after": "5"})
     if not isinstance(problem, Refused):

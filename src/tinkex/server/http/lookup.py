@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from tinkex.rules.limits import check_ttl
 from tinkex.server.http.errors import bad, not_found
 from tinkex.store.records import Checkpoint, Run, Sampler, Session
 from tinkex.types.weights import ParsedCheckpointTinkerPath
@@ -13,7 +14,6 @@ from tinkex.types.weights import ParsedCheckpointTinkerPath
 if TYPE_CHECKING:
     from tinkex.server.service import Service
 
-MOST_TTL_S = 100 * 365 * 86400
 MOST_METADATA_BYTES = 64 * 1024
 """Metadata is read with every list."""
 
@@ -84,7 +84,4 @@ def metadata_in(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def ttl_in(body: dict[str, Any]) -> int | None:
-    ttl_s = body.get("ttl_seconds")
-    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 0 < ttl_s <= MOST_TTL_S):
-        raise bad(f"ttl_seconds must be a whole number from 1 to {MOST_TTL_S}, or null to keep it for good.", "bad_ttl")
-    return ttl_s
+    return check_ttl(body.get("ttl_seconds"))
