@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, NoReturn
 from tinkex.errors import ValidationError
 from tinkex.types.coerce import describe
 from tinkex.types.sampling import SamplingParams
+from tinkex.types.tensor import TensorData
 
 MAX_NAME_LENGTH: Final = 200
 """A name becomes a folder, and file systems allow 255 bytes: the rest is for the suffixes of temporary files."""
@@ -124,16 +125,57 @@ def check_rank(rank: int, model: str = "", hidden_size: int | None = None) -> No
         reject("rank", f"is {rank}; {model} allows 1 to {most}.", "bad_rank")
 
 
-def check_trained_layers(train_attn: bool, train_mlp: bool, train_unembed: bool) -> None:
-    """Reject an adapter that would act on no layer."""
+def check_lora(
+    rank: int,
+    *,
+    train_attn: bool,
+    train_mlp: bool,
+    train_unembed: bool,
+    model: str = "",
+    hidden_size: int | None = None,
+) -> None:
+    """Reject an adapter that has no rank or acts on no layer and, with the model's width, one of too high a rank."""
+    check_rank(rank)
     if not (train_attn or train_mlp or train_unembed):
         raise ValidationError(
             "There is nothing to train: set at least one of train_attn, train_mlp or train_unembed to True.",
             "nothing_to_train",
         )
+    check_rank(rank, model, hidden_size)
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def check_sample(
+    tokens: int | None,
+    num_samples: int,
+    params: SamplingParams,
+    *,
+    has_prompt_logprobs: bool = False,
+    topk_prompt_logprobs: int = 0,
+    topk_sample_logprobs: int = 0,
+    target_prompt_logprobs: TensorData | None = None,
+    prompt_alt_tokens_k: int = 0,
+    prompt_logprobs_last_n: int | None = None,
+    max_samples: int | None = None,
+    max_topk: int | None = None,
+) -> None:
+    """Reject a request to sample that no service could serve, or, with its limits, that ours does not.
+
+    `tokens` is the length of the prompt, None if only the service knows it.
+    """
+    check_count("num_samples", num_samples, 1, max_samples)
+    check_length("prompt", tokens)
+    check_sampling_params(params)
+    if topk_prompt_logprobs or topk_sample_logprobs or prompt_alt_tokens_k:
+        check_count("topk_prompt_logprobs", topk_prompt_logprobs, 0, max_topk)
+        check_count("topk_sample_logprobs", topk_sample_logprobs, 0, max_topk)
+        check_count("prompt_alt_tokens_k", prompt_alt_tokens_k, 0, max_topk)
+    if prompt_logprobs_last_n is not None:
+        _check_last_n(prompt_logprobs_last_n, has_prompt_logprobs)
+    if target_prompt_logprobs is not None:
+        _check_prompt_targets(target_prompt_logprobs, tokens)
 
 
 def check_sampling_params(params: SamplingParams) -> None:
@@ -186,16 +228,14 @@ def check_seed(seed: int | None) -> None:
 
 def check_count(name: str, value: object, least: int = 0, most: int | None = None) -> int:
     """Return a whole number of things. `most` is a limit of one service."""
-    if type(value) is not int or value < least or (most is not None and value > most):
-        allowed = f"from {least}" + ("" if most is None else f" to {most}")
-        reject(name, f"must be a whole number {allowed}, got {describe(value)}.", f"bad_{name}")
+    if type(value) is not int or value < least:
+        reject(name, f"must be a whole number from {least}, got {describe(value)}.", f"bad_{name}")
+    if most is not None and value > most:
+        reject(name, f"is {value}; this service allows at most {most}.", f"bad_{name}")
     return value
 
 
-def check_last_n(last_n: int | None, has_prompt_logprobs: bool) -> None:
-    """Check how many of the prompt's last log-probabilities are asked for."""
-    if last_n is None:
-        return
+def _check_last_n(last_n: int, has_prompt_logprobs: bool) -> None:
     if type(last_n) is not int or last_n < 1:
         reject("prompt_logprobs_last_n", f"must be a whole number from 1, got {describe(last_n)}.", "bad_last_n")
     if not has_prompt_logprobs:
@@ -206,10 +246,11 @@ def check_last_n(last_n: int | None, has_prompt_logprobs: bool) -> None:
         )
 
 
-def check_prompt_targets(dtype: str, shape: Sequence[int] | None, tokens: int | None) -> None:
+def _check_prompt_targets(targets: TensorData, tokens: int | None) -> None:
     """Check the form of `target_prompt_logprobs`: K token ids for every prompt token after the first."""
-    if dtype != "int64":
-        reject("target_prompt_logprobs", f"is {dtype}; it holds token ids. Pass int64.", "bad_targets")
+    shape = targets.shape
+    if targets.dtype != "int64":
+        reject("target_prompt_logprobs", f"is {targets.dtype}; it holds token ids. Pass int64.", "bad_targets")
     if shape is None or len(shape) != 2 or (tokens is not None and shape[0] != tokens - 1):
         rows = "len(prompt) - 1" if tokens is None else f"len(prompt) - 1 = {tokens - 1}"
         reject("target_prompt_logprobs", f"has shape {shape}; it must be 2-D, [{rows}, K].", "bad_targets")

@@ -67,7 +67,7 @@ CALLERS_FUNCTION: Final = "a custom loss"
 """Stands for a function of the caller, which runs in the caller's process: a service sees only targets and weights."""
 
 _KNOWN: Final = {name: frozenset(rule.inputs) for name, rule in LOSSES.items()}
-_SENT_FOR_FUNCTION: Final = frozenset((TARGETS, "weights"))
+_SENT_FOR_FUNCTION: Final = (TARGETS, "weights")
 
 
 def check_loss_name(loss_fn: object) -> str:
@@ -154,10 +154,13 @@ def check_datum(
     """
     check_length(f"data[{index}].model_input", tokens)
     check_input_names(index, inputs.keys(), loss_fn, allows_extra=allows_extra)
-    known = _SENT_FOR_FUNCTION if loss_fn == CALLERS_FUNCTION else _KNOWN.get(loss_fn)
-    for key, tensor in inputs.items():
-        if known is not None and key not in known:
-            continue  # a function of the caller may well want an infinity
+    rule = LOSSES.get(loss_fn)
+    # In the rule's order: protobuf hands out maps in any order, and client and service shall name the same input.
+    names = _SENT_FOR_FUNCTION if loss_fn == CALLERS_FUNCTION else sorted(inputs) if rule is None else rule.inputs
+    for key in names:
+        tensor = inputs.get(key)
+        if tensor is None:
+            continue  # what is no input of the loss may be anything: a function of the caller may want an infinity
         if tensor.dtype == "float32":
             position = first_not_finite(_bytes(tensor))
             if position is not None:
@@ -168,13 +171,12 @@ def check_datum(
     if targets is None:
         return
     _check_targets(index, tokens, targets, loss_fn)
-    rule = LOSSES.get(loss_fn)
     if rule is None:
         return  # any shape may be right for a loss that is not known here
     shape = _shape(targets)
-    for key, tensor in inputs.items():
-        if key != TARGETS and key in rule.inputs:
-            check_shape(place(index, key), _shape(tensor), shape, is_per_position(rule, key))
+    for key in rule.inputs:
+        if key != TARGETS and key in inputs:
+            check_shape(place(index, key), _shape(inputs[key]), shape, is_per_position(rule, key))
     if "clip_low_threshold" in inputs and "clip_high_threshold" in inputs and "clip_low_threshold" in rule.optional:
         _check_token_thresholds(index, inputs)
     if "sequence_ratio_mask" in inputs and "sequence_ratio_mask" in rule.optional:

@@ -98,29 +98,34 @@ def check_sampling(
         if not isinstance(params, Mapping):
             _reject("sampling_params", f"must be SamplingParams, got {_kind(params)}.")
         params = SamplingParams(**params)
-    limits.check_count("num_samples", num_samples, least=1)
     tokens = input_length(prompt)
-    limits.check_length("prompt", tokens)
-    limits.check_sampling_params(params)
+    limits.check_sample(
+        tokens,
+        num_samples,
+        params,
+        has_prompt_logprobs=include_prompt_logprobs,
+        topk_prompt_logprobs=topk_prompt_logprobs,
+        topk_sample_logprobs=topk_sample_logprobs,
+        target_prompt_logprobs=target_prompt_logprobs,
+        prompt_alt_tokens_k=prompt_alt_tokens_k,
+        prompt_logprobs_last_n=prompt_logprobs_last_n,
+    )
     limits.check_seed(params.seed)
     if max_context_length is not None and tokens is not None:
         wanted = params.max_tokens if params.max_tokens is not None else 1
         if tokens + wanted > max_context_length:
             raise ContextOverflow(tokens, wanted, max_context_length)
-    if topk_prompt_logprobs or topk_sample_logprobs or prompt_alt_tokens_k:
-        limits.check_count("topk_prompt_logprobs", topk_prompt_logprobs)
-        limits.check_count("topk_sample_logprobs", topk_sample_logprobs)
-        limits.check_count("prompt_alt_tokens_k", prompt_alt_tokens_k)
-    limits.check_last_n(prompt_logprobs_last_n, include_prompt_logprobs)
-    if target_prompt_logprobs is not None:
-        limits.check_prompt_targets(target_prompt_logprobs.dtype, target_prompt_logprobs.shape, tokens)
     return params
 
 
 def check_lora(config: LoraConfig) -> LoraConfig:
     """Return the adapter's configuration, if some model could have such an adapter."""
-    limits.check_rank(config.rank)
-    limits.check_trained_layers(config.train_attn, config.train_mlp, config.train_unembed)
+    limits.check_lora(
+        config.rank,
+        train_attn=config.train_attn,
+        train_mlp=config.train_mlp,
+        train_unembed=config.train_unembed,
+    )
     return config
 
 

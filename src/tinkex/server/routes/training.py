@@ -45,8 +45,8 @@ async def create_model(request: Request) -> Response:
     if optimizer != "adamw":
         raise bad(f"The optimizer {str(optimizer)[:50]!r} is not offered here; adamw is.", "not_offered")
     lora = read_as(LoraConfig, {"rank": 32, **(object_of(body, "lora_config") or {})})
-    limits.check_rank(lora.rank, info.name, info.hidden_size)
-    limits.check_trained_layers(lora.train_attn, lora.train_mlp, lora.train_unembed)
+    flags = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
+    limits.check_lora(lora.rank, **flags, model=info.name, hidden_size=info.hidden_size)
     run = await _new_run(service, tenant, body, info.name, lora.rank, lora.seed, lora)
     return await _created(service, run, "create_model", {"seed": lora.seed})
 

@@ -11,7 +11,7 @@ from tinkex.errors import ContextOverflow
 from tinkex.rules import limits
 from tinkex.server.http.errors import bad
 from tinkex.server.sampling.sample_queue import Target
-from tinkex.server.training.checks import check_prompt
+from tinkex.server.training.checks import check_text
 from tinkex.types.packed import pack_floats, pack_tokens
 from tinkex.types.sampling import (
     PromptAltTokens,
@@ -28,12 +28,23 @@ from tinkex.types.topk import TopkList, TopkLogprobs
 def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False) -> SampleSpec:
     """What the engine is asked for. Every number is checked: it is a stranger's."""
     params, info = request.sampling_params, target.info
-    length = check_prompt(request.prompt, info, "prompt")
+    check_text(request.prompt, info, "prompt")
     if request.record_stability_info:
         raise bad("record_stability_info is not offered here: it belongs to stable_reinforce.", "not_offered")
-    limits.check_count("num_samples", request.num_samples, 1, limits.MAX_SAMPLES)
-    limits.check_last_n(last_n := request.prompt_logprobs_last_n, bool(request.prompt_logprobs))
-    limits.check_sampling_params(params)
+    length, last_n = request.prompt.length, request.prompt_logprobs_last_n
+    limits.check_sample(
+        length,
+        request.num_samples,
+        params,
+        has_prompt_logprobs=bool(request.prompt_logprobs),
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        target_prompt_logprobs=request.target_prompt_logprobs,
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=last_n,
+        max_samples=limits.MAX_SAMPLES,
+        max_topk=limits.MAX_TOPK,
+    )
     stop_tokens, stop_strings = stops_of(params.stop, info)
     return SampleSpec(
         base=info.name,
@@ -46,11 +57,11 @@ def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
         prompt_logprobs=bool(request.prompt_logprobs),
-        topk_prompt=_count("topk_prompt_logprobs", request.topk_prompt_logprobs),
-        topk_sample=_count("topk_sample_logprobs", request.topk_sample_logprobs),
-        alt_k=_count("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
+        topk_prompt=request.topk_prompt_logprobs,
+        topk_sample=request.topk_sample_logprobs,
+        alt_k=request.prompt_alt_tokens_k,
         last_n=None if last_n is None else min(last_n, length),
-        targets=_targets(request.target_prompt_logprobs, length, info),
+        targets=_targets(request.target_prompt_logprobs, info),
         is_streamed=is_streamed,
     )
 
@@ -69,14 +80,12 @@ def stops_of(
 
 
 def _max_tokens(params: SamplingParams, length: int, info: ModelInfo) -> int:
-    room = info.max_context_length - length
-    asked = params.max_tokens
-    if asked is None:
-        # A prompt that fills the context can still be scored; there is no room to draw from it.
-        return max(room, 1)
-    if asked > max(room, 1):
-        raise ContextOverflow(length, asked, info.max_context_length)
-    return asked
+    """Return how many tokens to draw at most. A prompt that fills the context can still be scored."""
+    room = max(info.max_context_length - length, 1)
+    wanted = params.max_tokens if params.max_tokens is not None else room
+    if wanted > room or length > info.max_context_length:
+        raise ContextOverflow(length, wanted, info.max_context_length)
+    return wanted
 
 
 def _filters(params: SamplingParams) -> dict[str, Any]:
@@ -93,14 +102,10 @@ def _filters(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _count(name: str, value: int | None) -> int:
-    return limits.check_count(name, value or 0, most=limits.MAX_TOPK)
-
-
-def _targets(tensor: TensorData | None, length: int, info: ModelInfo) -> tuple[tuple[int, ...], ...] | None:
+def _targets(tensor: TensorData | None, info: ModelInfo) -> tuple[tuple[int, ...], ...] | None:
     if tensor is None:
         return None
-    limits.check_prompt_targets(tensor.dtype, shape := tensor.shape or [], length)
+    shape = tensor.shape or []
     values = tensor.data
     bounds = tensor.sparse_crow_indices or list(range(0, len(values) + 1, max(shape[1], 1)))
     for position, token in enumerate(values):

@@ -27,7 +27,7 @@ def check_data(
     """Raise for the first datum that does not fit; otherwise return how many tokens there are."""
     if not data:
         raise losses.no_data_error()
-    losses.check_config(losses.check_loss_name(loss_fn), config or {})
+    losses.check_loss_name(loss_fn)
     total = targets = 0
     for index, datum in enumerate(data):
         length = check_prompt(datum.model_input, model, f"data[{index}].model_input")
@@ -37,11 +37,19 @@ def check_data(
         _check_range(np.frombuffer(tensor.buffer, "<i8"), model, losses.place(index, losses.TARGETS))
         targets += tensor.size
         losses.check_total_targets(index, targets)
+    losses.check_config(loss_fn, config or {})
     return total
 
 
 def check_prompt(prompt: ModelInput, model: ModelInfo, where: str) -> int:
     """Return how many tokens a prompt has: text alone, known tokens, within the context."""
+    check_text(prompt, model, where)
+    limits.check_length(where, prompt.length, model.name, model.max_context_length)
+    return prompt.length
+
+
+def check_text(prompt: ModelInput, model: ModelInfo, where: str) -> None:
+    """Reject images, audio, and tokens that the model does not have."""
     for index, chunk in enumerate(prompt.chunks):
         if not isinstance(chunk, EncodedTextChunk):
             kind = type(chunk).__name__
@@ -50,9 +58,6 @@ def check_prompt(prompt: ModelInput, model: ModelInfo, where: str) -> int:
                 "not_text",
             )
         _check_range(np.frombuffer(chunk.packed(), "<i4"), model, f"{where}.chunks[{index}].tokens")
-    length = prompt.length
-    limits.check_length(where, length, model.name, model.max_context_length)
-    return length
 
 
 def _check_range(tokens: np.ndarray, model: ModelInfo, where: str) -> None:
