@@ -225,9 +225,8 @@ class ServiceClient(BaseClient):
         user_metadata: Mapping[str, Any] | None,
         optimizer: OptimizerConfig | None,
     ) -> APIFuture[TrainingClient]:
+        validate.check_lora(lora)
         validate.check_metadata(user_metadata)
-        if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
-            raise ValidationError("Nothing to train: leave at least one of train_mlp, train_attn, train_unembed True.")
         operation = self._session.operation("create_model")
         link = self._session.link()
         operation.observers = (self._observer(),)

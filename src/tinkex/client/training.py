@@ -324,7 +324,7 @@ class TrainingClient(BaseClient):
         loss_fn_config: Mapping[str, float | str] | None,
     ) -> APIFuture[ForwardBackwardOutput]:
         checked = validate.check_data(data, loss_fn)
-        config = validate.check_loss_config(loss_fn_config)
+        config = validate.check_loss_config(loss_fn_config, loss_fn)
         is_forward = endpoint is endpoints.FORWARD
         usage = self._usage(checked, trains=not is_forward, prefills=is_forward)
         call = PassCall(endpoint, self.model_id, self._split(checked), loss_fn, config)

@@ -20,13 +20,15 @@ order of their coming; those of different adapters may share a pass, where every
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from tinkex.engine.frames import Frame
-from tinkex.errors import TinkexError
+from tinkex.errors import TinkexError, ValidationError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LORA_ALPHA = 32
 
 
@@ -44,6 +46,8 @@ class ModelInfo:
     arch: str = ""
     vocab_size: int = 0
     max_context_length: int = 0
+    hidden_size: int = 0
+    """The width of its layers, which bounds the rank of an adapter."""
     end_tokens: tuple[int, ...] = ()
     """Where a sequence ends unless the caller says otherwise."""
 
@@ -143,6 +147,14 @@ class EngineFault(TinkexError):
     def __init__(self, message: str, category: str = "user") -> None:
         super().__init__(message)
         self.category = category
+
+
+def checked(check: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Apply a rule in the engine: what it rejects is the user's fault, in the same words."""
+    try:
+        return check(*args, **kwargs)
+    except ValidationError as error:
+        raise EngineFault(str(error)) from None
 
 
 class EngineDied(TinkexError):

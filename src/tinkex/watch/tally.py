@@ -6,7 +6,6 @@ the calls: an optim_step's small answer may arrive before the large one of the p
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from statistics import fmean
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from tinkex.clock import Clock
 from tinkex.events import QueueEvent, StartEvent, StepEvent, Usage
+from tinkex.rules.metrics import step_loss
 from tinkex.watch.prices import Price, Prices
 
 RECENT = 10
@@ -27,7 +27,8 @@ class StepRecord(NamedTuple):
 
     step: int
     loss: float | None
-    """Per unit of weight where the service tells `weight:sum`, else the sum. None where it tells no loss."""
+    """Per unit of weight where the service reports `weight:sum`, else the sum. None without a loss, or where the
+    weights do not sum to a positive number."""
     tokens: int
     seconds: float
     learning_rate: float | None
@@ -270,12 +271,11 @@ class Tally:
 
 
 def loss_of(passes: list[StepEvent]) -> float | None:
-    """One number for all passes of a step: a batch may have been cut into several."""
-    told = [event for event in passes if "loss:sum" in event.metrics]
-    if not told:
-        return None
-    total = sum(event.metrics["loss:sum"] for event in told)  # a nan stays one: it is what the user must see
-    # The weights of a custom loss are gradients of its surrogate: no measure of the caller's own loss.
-    weighted = [event.metrics.get("weight:sum", 0.0) for event in told if event.operation == "forward_backward"]
-    weight = math.fsum(weighted) if len(weighted) == len(told) else 0.0
-    return total / weight if weight > 0 else total
+    """Return one number for all passes of a step: a batch may have been sent in several.
+
+    The weights of a custom loss are gradients of its surrogate, and no measure of the caller's loss: they are left out.
+    """
+    return step_loss(
+        event.metrics if event.operation == "forward_backward" else {"loss:sum": event.metrics.get("loss:sum")}
+        for event in passes
+    )

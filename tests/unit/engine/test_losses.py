@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.training import losses
+from tinkex.rules.metrics import combine
 
 
 def value(name: str, lp: Tensor, config: dict[str, float] | None = None, **inputs: Any) -> float:
@@ -114,9 +115,8 @@ def test_metrics_say_what_ratios_and_clips_were() -> None:
 
 
 def test_metrics_of_a_call_are_combined_by_their_reducer() -> None:
-    found = losses.combine(
-        [{"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1}, {"a:sum": 2, "b:mean": 2, "c:min": 2, "d:max": 2}]
-    )
+    datums = [{"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1}, {"a:sum": 2, "b:mean": 2, "c:min": 2, "d:max": 2}]
+    found = combine((metrics, 1) for metrics in datums)
     assert found == {"a:sum": 3, "b:mean": 1.5, "c:min": 1, "d:max": 2}
 
 

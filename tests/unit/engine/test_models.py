@@ -83,6 +83,7 @@ class TestTiny:
             arch="LlamaForCausalLM",
             vocab_size=263,
             max_context_length=2048,
+            hidden_size=64,
             end_tokens=(257,),
         )
         assert registry.adapter_base(info) == info.folder

@@ -155,7 +155,7 @@ def test_the_first_step_of_a_new_adapter_keeps_it_finite(tiny: Model) -> None:
         ({"eps": 0.0}, "eps is 0.0"),
         ({"weight_decay": -1}, "weight_decay is -1"),
         ({"grad_clip_norm": -1}, "grad_clip_norm is -1"),
-        ({"learning_rate": 1.0, "weight_decay": 2.0}, "turn every weight's sign"),
+        ({"learning_rate": 1.0, "weight_decay": 2.0}, "flip the sign of every weight"),
     ],
 )
 def test_settings_that_would_spoil_a_run_are_refused_and_keep_the_gradient(

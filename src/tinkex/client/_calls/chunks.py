@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from tinkex.client._calls import metrics
+from tinkex.rules import metrics
 from tinkex.types.inputs import Datum, DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInputChunk
 from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardOutput
@@ -64,7 +64,7 @@ def join(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     return ForwardBackwardOutput.model_construct(
         loss_fn_output_type=outputs[0].loss_fn_output_type if outputs else "",
         loss_fn_outputs=[entry for output in outputs for entry in output.loss_fn_outputs],
-        metrics=metrics.combine(outputs),
+        metrics=metrics.combine((output.metrics, len(output.loss_fn_outputs)) for output in outputs),
     )
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tinkex.engine.adapters.adapter import Adapter
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import checked
+from tinkex.rules import limits
 
 SLICE = 2**22
 """Numbers updated at a time, so that the copy of what they were stays small beside the adapter."""
@@ -41,37 +42,14 @@ class AdamW:
     @classmethod
     def read(cls, head: Mapping[str, Any]) -> AdamW:
         """From a command's head; what is absent or null has its default."""
-        given = {name: head[name] for name in _RANGES if head.get(name) is not None}
-        for name, value in given.items():
-            low, high, words = _RANGES[name]
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not low <= value <= high:
-                raise EngineFault(f"{name} is {str(value)[:100]}; it must be {words}.")
+        given = {name: head[name] for name in limits.ADAMW if head.get(name) is not None}
+        checked(limits.check_adamw, given)
         return cls(**{name: float(value) for name, value in given.items()})
-
-
-_LARGE = 1e4
-"""Far beyond any use; it keeps one step from driving the weights out of float32, from where no step leads back."""
-_BELOW_1 = math.nextafter(1.0, 0.0)
-_RANGES: Mapping[str, tuple[float, float, str]] = {
-    "learning_rate": (0.0, _LARGE, "a number from 0 to 10,000"),
-    "beta1": (0.0, _BELOW_1, "at least 0 and below 1"),
-    "beta2": (0.0, _BELOW_1, "at least 0 and below 1"),
-    # Many gradients are exactly 0 in the first step (those of A, as B is 0), and 0/0 would spoil the weights.
-    "eps": (1e-20, 1.0, "from 1e-20 to 1"),
-    "weight_decay": (0.0, _LARGE, "a number from 0 to 10,000"),
-    "grad_clip_norm": (0.0, math.inf, "0 (off) or a positive number"),
-}
 
 
 def step_all(adapters: Sequence[Adapter], settings: AdamW) -> Iterator[tuple[Adapter, dict[str, float]]]:
     """Apply and clear the gradients of adapters of one device, in as few calls as may be; each is told of when it is
     done. Without a gradient nothing changes, and the metric `no_gradient:max` says so."""
-    if settings.learning_rate * settings.weight_decay > 1:
-        raise EngineFault(
-            f"learning_rate {settings.learning_rate} times weight_decay {settings.weight_decay} is above 1: the step "
-            "would turn every weight's sign. Lower one of them."
-        )
     for together in _handfuls(adapters):
         norms = [norm(adapter.gradient_P) for adapter in together]
         clipped = [min(1.0, settings.grad_clip_norm / one) if settings.grad_clip_norm and one else 1.0 for one in norms]

@@ -160,8 +160,14 @@ def _describe(
         arch=(config.get("architectures") or [""])[0],
         vocab_size=int(text["vocab_size"]),
         max_context_length=int(text["max_position_embeddings"]),
+        hidden_size=_width(text),
         end_tokens=tuple(ends if isinstance(ends, list) else () if ends is None else (ends,)),
     )
+
+
+def _width(config: dict[str, Any]) -> int:
+    """Return the width of the layers under any of its three usual names; 0 if the configuration has none."""
+    return int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0)
 
 
 def _fault(folder: Path) -> str | None:
@@ -194,7 +200,8 @@ def _full_config(folder: Path, name: str) -> dict[str, Any]:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text: dict[str, Any] = config.get_text_config().to_dict()
-        return {key: text[key] for key in ("vocab_size", "max_position_embeddings", "eos_token_id")}
+        kept = {key: text[key] for key in ("vocab_size", "max_position_embeddings", "eos_token_id")}
+        return {**kept, "hidden_size": _width(text)}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"Base model {name!r}: transformers cannot tell its vocabulary and context from config.json "

@@ -17,13 +17,14 @@ import torch
 
 from tinkex.engine.adapters.checkpoint import WEIGHTS, read_weights
 from tinkex.engine.adapters.lora import LoraWeights
-from tinkex.engine.contract import EngineFault, SampleSpec
+from tinkex.engine.contract import EngineFault, SampleSpec, checked
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.runner_choice import decoder_for
 from tinkex.engine.sampling.decode_batch import DecodeBatch, Event, Request, as_fault
 from tinkex.engine.sampling.prefix_cache import PromptCache
 from tinkex.engine.sampling.prompt_logprobs import PromptScores
 from tinkex.engine.sampling.stop_sequences import StopStrings, load_tokenizer
+from tinkex.rules.limits import check_length, unknown_token_error
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -213,18 +214,12 @@ class AdapterCache:
 
 def check(spec: SampleSpec, model: Model) -> None:
     """Refuse what would fail half-way, or take the process down with it (as a wrong index does on a GPU)."""
-    size, context = len(spec.prompt), model.info.max_context_length
-    if not size:
-        raise EngineFault("The prompt is empty. Give at least one token, such as the model's first one.")
-    if 0 < context < size:
-        raise EngineFault(f"The prompt has {size} tokens, but {model.info.name} takes {context} at most. Shorten it.")
-    tokens = (token for row in (spec.prompt, *(spec.targets or ())) for token in row)
-    wrong = next((token for token in tokens if not 0 <= token < model.vocab_size), None)
-    if wrong is not None:
-        raise EngineFault(
-            f"Token {wrong} is not in the vocabulary of {model.info.name} (0 to {model.vocab_size - 1}). "
-            "Encode the text with this model's own tokenizer."
-        )
+    size, info = len(spec.prompt), model.info
+    checked(check_length, "prompt", size, info.name, info.max_context_length or None)
+    for where, row in (("prompt", spec.prompt), *(("target_prompt_logprobs", row) for row in spec.targets or ())):
+        for position, token in enumerate(row):
+            if not 0 <= token < model.vocab_size:
+                raise EngineFault(str(unknown_token_error(where, position, token, info.name, model.vocab_size)))
     if spec.targets is not None and len(spec.targets) != size - 1:
         raise EngineFault(
             f"Targets are given for {len(spec.targets)} positions, but a prompt of {size} tokens has {size - 1} "

@@ -9,36 +9,31 @@ overflowing ratio times 0 would be no number.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import EngineFault, checked
+from tinkex.rules import losses as rules
+from tinkex.rules.losses import LossRule
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
 Metrics = dict[str, float]
-"""Named `name:reducer` for one datum; `combine` makes those of a call."""
+"""Named `name:reducer` for one datum; `rules.metrics.combine` makes those of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss and what it takes, besides `target_tokens`."""
+    """A loss: how it is computed, and the rule that says what it takes."""
 
     name: str
+    rule: LossRule
     compute: Callable[[Tensor, Inputs, Config], tuple[Tensor, Metrics]]
-    required: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    config: Mapping[str, float] | None = None
-    """Its settings and their defaults."""
-    takes_2d: bool = False
     skips_unlisted: bool = False
     """Whether an entry that a sparse input does not list has no part in the loss, rather than being 0."""
-    weighs_positions: bool = False
-    """Whether weights may be given as [T] for targets [T, K]."""
     is_by_token: bool = True
     """Whether a token's part of it depends on that token alone, so that a long datum may be cut."""
 
@@ -91,7 +86,7 @@ def gspo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     mask = inputs["sequence_ratio_mask"] != 0
     if not bool(mask.any()):
         if bool((advantages != 0).any()):
-            raise EngineFault("sequence_ratio_mask is 0 everywhere, but gspo's ratio is a mean over the masked tokens.")
+            raise EngineFault(rules.EMPTY_MASK)
         mask = torch.ones_like(mask)
     mean = (fixed - inputs["logprobs"])[mask].mean()
     log_ratio = torch.where(advantages != 0, mean + lp - fixed, lp - fixed)
@@ -109,78 +104,28 @@ def kl_divergence(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, M
     return (w * each).sum(), {"weight:sum": float(w.double().sum())}
 
 
-_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-_POLICY = ("logprobs", "advantages")
-
 LOSSES: Mapping[str, Loss] = {
-    loss.name: loss
-    for loss in (
-        Loss("cross_entropy", cross_entropy, optional=("weights",), takes_2d=True),
-        Loss("importance_sampling", importance_sampling, _POLICY),
-        Loss("ppo", ppo, _POLICY, tuple(_CLIP), _CLIP),
-        Loss("cispo", cispo, _POLICY, tuple(_CLIP), _CLIP),
-        Loss("dro", dro, _POLICY, config={"beta": 0.05}),
-        Loss("gspo", gspo, _POLICY, (*_CLIP, "sequence_ratio_mask"), _CLIP, is_by_token=False),
-        Loss(
-            "kl_divergence",
-            kl_divergence,
-            ("logprobs",),
-            ("weights",),
-            takes_2d=True,
-            skips_unlisted=True,
-            weighs_positions=True,
-        ),
+    compute.__name__: Loss(compute.__name__, rules.LOSSES[compute.__name__], compute, **extra)
+    for compute, extra in (
+        (cross_entropy, {}),
+        (importance_sampling, {}),
+        (ppo, {}),
+        (cispo, {}),
+        (dro, {}),
+        (gspo, {"is_by_token": False}),
+        (kl_divergence, {"skips_unlisted": True}),
     )
-}
-
-_REFUSED = {
-    "stable_reinforce": "its formula is not public, and it needs information that only the hosted sampler records. "
-    "importance_sampling and ppo are close",
-    "custom": "losses of your own do not run on the service yet. Use forward_backward_custom, which computes them in "
-    "your program",
 }
 
 
 def find(name: object) -> Loss:
-    """The loss of that name."""
-    if isinstance(name, str) and name in LOSSES:
-        return LOSSES[name]
-    if isinstance(name, str) and name in _REFUSED:
-        raise EngineFault(f"The loss {name!r} is not offered: {_REFUSED[name]}.")
-    raise EngineFault(f"There is no loss {str(name)[:100]!r}. Known: {', '.join(sorted(LOSSES))}.")
+    """Return the loss of that name."""
+    return LOSSES[checked(rules.check_loss_name, name)]
 
 
 def settings(loss: Loss, given: Mapping[str, object]) -> Config:
-    """The loss's settings: defaults and what the caller gave."""
-    config = dict(loss.config or {})
-    for key, value in given.items():
-        if key not in config:
-            takes = f"It takes {' and '.join(config)}." if config else "It takes none."
-            raise EngineFault(f"{loss.name} has no setting {str(key)[:100]!r} in loss_fn_config. {takes}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise EngineFault(f"loss_fn_config[{key!r}] is {str(value)[:100]!r}; it must be a finite number.")
-        config[key] = float(value)
-    if _CLIP.keys() <= config.keys() and config["clip_low_threshold"] > config["clip_high_threshold"]:
-        low, high = config["clip_low_threshold"], config["clip_high_threshold"]
-        raise EngineFault(f"clip_low_threshold {low} is above clip_high_threshold {high}. Swap them.")
-    return config
-
-
-def combine(found: list[Metrics]) -> Metrics:
-    """The metrics of a call. A `mean` is one over datums, as clients weigh the parts of a batch by those."""
-    combined: Metrics = {}
-    for key in found[0] if found else ():
-        values = [metrics[key] for metrics in found]
-        match key.rpartition(":")[2]:
-            case "sum":
-                combined[key] = math.fsum(values)
-            case "min":
-                combined[key] = min(values)
-            case "max":
-                combined[key] = max(values)
-            case _:
-                combined[key] = math.fsum(values) / len(values)
-    return combined
+    """Return the loss's settings: its defaults and what the caller gave."""
+    return checked(rules.check_config, loss.name, given)
 
 
 def _log_ratio(lp: Tensor, inputs: Inputs) -> Tensor:

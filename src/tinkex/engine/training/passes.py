@@ -16,8 +16,8 @@ from torch import Tensor
 from tinkex.engine.adapters import optimizer
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame
-from tinkex.engine.training import losses
 from tinkex.engine.training.runner import Item, Outcome, Runner
+from tinkex.rules.metrics import combine
 
 
 class Pass:
@@ -111,5 +111,5 @@ def _reply(outcomes: Sequence[Outcome], seconds: float) -> Frame:
     for index, (logprobs, _) in enumerate(outcomes):
         rows.append({"logprobs": {"dtype": "float32", "shape": list(logprobs.shape), "data": index}})
         buffers.append(logprobs.numpy().tobytes())
-    metrics = losses.combine([outcome.metrics for outcome in outcomes])
+    metrics = combine((outcome.metrics, 1) for outcome in outcomes)
     return Frame({"metrics": metrics, "outputs": rows, "seconds": seconds}, buffers)

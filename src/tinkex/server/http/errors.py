@@ -53,7 +53,7 @@ def as_rejected(error: Exception) -> RequestRejected:
         case RequestRejected():
             return error
         case ValidationError():
-            return bad_request(str(error), "invalid")
+            return bad_request(str(error), error.code)
         case DiskFull() | Unavailable():
             return RequestRejected(503, str(error), "store_unavailable", "server", {"retry-after": "5"})
     logger.error("a request failed", exc_info=error)

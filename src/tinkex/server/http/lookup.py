@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 
+from tinkex.rules.limits import check_ttl
 from tinkex.server.http.errors import bad_request, not_found
 from tinkex.server.service import Service
 from tinkex.store.records import CheckpointRecord, RunRecord, SamplerRecord, SessionRecord
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 
-MAX_TTL_S = 100 * 365 * 86400
 MAX_METADATA_BYTES = 64 * 1024
 """Metadata is read with every list."""
 
@@ -79,11 +79,4 @@ def parse_metadata(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_ttl(body: dict[str, Any]) -> int | None:
-    ttl_s = body.get("ttl_seconds")
-    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 0 < ttl_s <= MAX_TTL_S):
-        raise bad_request(
-            f"ttl_seconds must be a whole number from 1 to {MAX_TTL_S}, or null to keep the checkpoint until it is "
-            "deleted.",
-            "bad_ttl",
-        )
-    return ttl_s
+    return check_ttl(body.get("ttl_seconds"))

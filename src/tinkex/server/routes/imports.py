@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo
 from tinkex.engine.frames import Frame
+from tinkex.rules.limits import check_name
 from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.http.lookup import parse_ttl
 from tinkex.server.http.requests import service_of, tenant_of
 from tinkex.server.routes.account import write_audit
 from tinkex.server.routes.copies import add_copy, new_destination
 from tinkex.server.service import Service
-from tinkex.server.training.checks import check_name
 from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.adapter_files import AdapterUpload, receive_archive, unpack
 from tinkex.store.records import CheckpointRecord

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from tinkex.engine.frames import Frame
 from tinkex.engine.messages import pass_frame
 from tinkex.errors import ValidationError
+from tinkex.rules import limits
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response
 from tinkex.server.http.lookup import find_readable_checkpoint, find_session, parse_metadata, parse_ttl, require_text
 from tinkex.server.http.requests import (
@@ -26,24 +26,16 @@ from tinkex.server.http.requests import (
     tenant_of,
 )
 from tinkex.server.service import Service
-from tinkex.server.training.checks import check_data, check_name
+from tinkex.server.training.checks import check_data
 from tinkex.server.training.run_queue import Lane
 from tinkex.store.records import RunRecord
-from tinkex.types.training import ForwardBackwardRequest, ForwardRequest, LoraConfig
+from tinkex.types.training import AdamParams, ForwardBackwardRequest, ForwardRequest, LoraConfig
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 from tinkex.wire import proto_codec
 from tinkex.wire.body import PROTOBUF
 
-MAX_RANK = 1024
-ADAM = {
-    "learning_rate": (1e-4, 0.0, 1e6),
-    "beta1": (0.9, 0.0, 1.0),
-    "beta2": (0.95, 0.0, 1.0),
-    "eps": (1e-12, 0.0, 1.0),
-    "weight_decay": (0.0, 0.0, 1e6),
-    "grad_clip_norm": (0.0, 0.0, 1e12),
-}
-"""Name → default (old clients leave them out), least, most."""
+ADAM_DEFAULTS = AdamParams().model_dump()
+"""Old clients leave settings out."""
 
 
 async def create_model(request: Request) -> Response:
@@ -53,10 +45,8 @@ async def create_model(request: Request) -> Response:
     if optimizer != "adamw":
         raise bad_request(f"The optimizer {str(optimizer)[:50]!r} is not offered here; adamw is.", "not_offered")
     lora = parse_as(LoraConfig, {"rank": 32, **(optional_object(body, "lora_config") or {})})
-    if not 1 <= lora.rank <= MAX_RANK:
-        raise bad_request(f"rank must be from 1 to {MAX_RANK}, not {lora.rank}.", "bad_rank")
-    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-        raise bad_request("Nothing to train: set train_attn, train_mlp or train_unembed.", "nothing_to_train")
+    flags = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
+    limits.check_lora(lora.rank, **flags, model=info.name, hidden_size=info.hidden_size)
     run = await _new_run(service, tenant, body, info.name, lora.rank, lora.seed, lora)
     return await _created(service, run, "create_model", {"seed": lora.seed})
 
@@ -119,7 +109,8 @@ async def _pass(request: Request, kind: str) -> Response:
         if given.problem is not None:
             raise given.problem
         batch = given.batch
-        tokens = check_data(batch.data, batch.loss_fn, batch.loss_fn_config, model)
+        is_forward = given.kind == "forward"
+        tokens = check_data(batch.data, batch.loss_fn, batch.loss_fn_config, model, is_forward=is_forward)
         frame = pass_frame(given.kind, lane.run.id, batch.data, batch.loss_fn, batch.loss_fn_config)
         return frame.encode(), {}, tokens
 
@@ -143,7 +134,7 @@ def _read_protobuf(content: bytes, kind: str) -> _Given:
         request = proto_codec.decode_forward_backward_request(content)
     except ValidationError as problem:
         given = _Given(kind, *proto_codec.peek_forward_backward_request(content))
-        given.problem = bad_request(str(problem), "invalid")
+        given.problem = bad_request(str(problem), problem.code)
         return given
     is_forward = isinstance(request, ForwardRequest)
     given = _Given("forward" if is_forward else "forward_backward", request.model_id, request.seq_id)
@@ -182,16 +173,9 @@ def _adam(body: dict[str, Any]) -> dict[str, float]:
             f"The optimizer {str(other.get('type'))[:50]!r} is not offered here; adamw is.", "not_offered"
         )
     given = optional_object(body, "adam_params") or other or {}
-    params = {}
-    for name, (default, low, high) in ADAM.items():
-        value = given.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-            raise bad_request(f"adam_params.{name} must be a number, not {str(value)[:50]!r}.", "bad_adam_params")
-        if not low <= value <= high or (name.startswith("beta") and value >= 1):
-            raise bad_request(f"adam_params.{name} must be from {low:g} to {high:g}, not {value}.", "bad_adam_params")
-        params[name] = float(value)
-    return params
+    params = {name: default if given.get(name) is None else given[name] for name, default in ADAM_DEFAULTS.items()}
+    limits.check_adamw(params)
+    return {name: float(value) for name, value in params.items()}
 
 
 async def save_weights(request: Request) -> Response:
@@ -221,7 +205,7 @@ async def _save(request: Request, kind: str) -> Response:
                 raise bad_request("sampling_session_seq_id must be a whole number from 0 on.", "bad_seq_id")
             return b"", {"sampling_session_seq_id": number}, 0
         options = {
-            "name": check_name(body.get("path")),
+            "name": limits.check_name(body.get("path")),
             "overwrite": body.get("overwrite"),
             "ttl_seconds": parse_ttl(body),
             "user_metadata": parse_metadata(body) or None,
@@ -271,7 +255,7 @@ async def _submit(
     try:
         command, options, tokens = await asyncio.to_thread(make) if in_thread else make()
     except (RequestRejected, ValidationError) as problem:
-        refused = problem if isinstance(problem, RequestRejected) else bad_request(str(problem), "invalid")
+        refused = problem if isinstance(problem, RequestRejected) else bad_request(str(problem), problem.code)
         await service.intake.refuse(lane, seq_id, kind, refused)
         raise refused from None
     request_id = await service.intake.submit(lane, seq_id, kind, command, options=options, tokens=tokens)

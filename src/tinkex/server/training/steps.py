@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from tinkex.rules.metrics import step_loss
 from tinkex.server.http import views
 from tinkex.store.records import OperationRecord
 
@@ -56,15 +57,4 @@ def _step(parts: list[OperationRecord]) -> dict[str, Any]:
 
 
 def _loss(passes: Iterable[OperationRecord]) -> float | None:
-    """One number for all passes of a step: a client may have cut one batch into several.
-
-    The passes of a loss of the client's own have weights that are none: zeros, to learn the log-probabilities, and then
-    gradients. What does not add up to a positive weight is no mean, and is not told as one.
-    """
-    found = [row.metrics for row in passes if row.metrics and row.metrics.get("loss:sum") is not None]
-    if not found:
-        return None
-    total, weight = (math.fsum(metrics.get(name) or 0.0 for metrics in found) for name in ("loss:sum", "weight:sum"))
-    if any("weight:sum" in metrics for metrics in found):
-        return total / weight if weight > 0 else None
-    return total
+    return step_loss(row.metrics or {} for row in passes)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.client._calls.metrics import combine
+from tinkex.rules import metrics as rules
 from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardOutput
 
@@ -20,6 +20,10 @@ def chunk(count: int, metrics: dict[str, float]) -> ForwardBackwardOutput:
     outputs = [{"logprobs": TensorData([0.0])}] * count
     # Without checks, so that integers stay integers whatever the type's field says.
     return ForwardBackwardOutput.model_construct(loss_fn_output_type="", loss_fn_outputs=outputs, metrics=metrics)
+
+
+def combine(chunks: list[ForwardBackwardOutput]) -> dict[str, float]:
+    return rules.combine((output.metrics, len(output.loss_fn_outputs)) for output in chunks)
 
 
 THREE = [
