@@ -99,8 +99,8 @@ def _nothing_is_left(served: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"no tar", "not a whole tar"),
-        (ADAPTER[:700], "not a whole tar"),
+        (b"no tar", "not a complete tar"),
+        (ADAPTER[:700], "not a complete tar"),
         (tar(adapter_config__json=CONFIG), "no adapter_model.safetensors"),
         (tar(adapter_model__bin=b"x", adapter_config__json=CONFIG), "no adapter_model.safetensors"),
         (tar(adapter_config__json=b"[]", adapter_model__safetensors=WEIGHTS), "not a JSON object"),
