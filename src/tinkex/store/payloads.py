@@ -1,4 +1,4 @@
-"""Bytes too large for a row, as files. A file is complete before a row names it, and goes after no row names it."""
+"""Stores bytes that are too large for a row in files, written before and deleted after the row that refers to them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ MAX_INLINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
-    """Where bytes are: in the row, or in the file of this name."""
+    """Where bytes are stored: in the row, or in the file of this name."""
 
     content: bytes | None
     file: str | None
 
 
 class Payloads:
-    """The folder `journal/`, in 256 folders so that none grows too long."""
+    """The files in `journal/`, spread over 256 folders so that none gets too many entries."""
 
     def __init__(self, folder: Path, *, is_synced: bool) -> None:
         self._folder = folder
         self._is_synced = is_synced
 
-    def keep(self, content: bytes) -> StoredPayload:
-        """Keep the bytes. Whoever calls removes the file again if its row does not come to be."""
+    def write(self, content: bytes) -> StoredPayload:
+        """Store the bytes. The caller removes the file again if its row is not written."""
         if len(content) <= MAX_INLINE_BYTES:
             return StoredPayload(content, None)
         name = uuid.uuid4().hex
@@ -50,20 +50,20 @@ class Payloads:
             raise
         return StoredPayload(None, name)
 
-    def read(self, kept: StoredPayload) -> bytes:
-        if kept.file is None:
-            return kept.content or b""
-        return self._path(kept.file).read_bytes()
+    def read(self, payload: StoredPayload) -> bytes:
+        if payload.file is None:
+            return payload.content or b""
+        return self._path(payload.file).read_bytes()
 
     def remove(self, names: Iterable[str | None]) -> None:
-        """Remove files that no row names any more. One that is gone already is no fault."""
+        """Remove files that no row refers to any more. A file that is gone already is not an error."""
         for name in names:
             if name is not None:
                 self._path(name).unlink(missing_ok=True)
 
-    def sweep(self, named: set[str]) -> int:
-        """Remove every file that is not named, unfinished ones too; how many there were."""
-        orphans = [path for path in self._folder.glob("??/*") if path.is_file() and path.name not in named]
+    def sweep(self, referenced: set[str]) -> int:
+        """Remove every file that is not referenced, unfinished ones included, and return how many there were."""
+        orphans = [path for path in self._folder.glob("??/*") if path.is_file() and path.name not in referenced]
         for path in orphans:
             path.unlink(missing_ok=True)
         return len(orphans)

@@ -1,4 +1,7 @@
-"""The rows as values. Times are seconds since 1970; folders are relative to the data folder."""
+"""The rows of the database as frozen dataclasses.
+
+Times are seconds since 1970; folders are relative to the data folder.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ class SessionRecord:
     project_id: str | None = None
     display_name: str | None = None
     finished: dict[str, Any] | None = None
-    """What the client said when it finished the session."""
+    """What the client reported when it finished the session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A training run, which is a model, which is an adapter: one id for the three."""
+    """A training run. Its id is also that of its model in the API, and of its adapter in the engine."""
 
     id: str
     tenant: str
@@ -43,13 +46,13 @@ class RunRecord:
     user_metadata: dict[str, Any] | None = None
     is_unloaded: bool = False
     snapshot: str | None = None
-    """Folder of the last snapshot. Operations up to and including `snapshot_seq` are inside it."""
+    """Folder of the last snapshot, which includes the operations up to and including `snapshot_seq`."""
     snapshot_seq: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRecord:
-    """A training operation: a line of the journal. Number 0 of a run is its creation; clients count from 1."""
+    """A training operation in the journal. Number 0 of a run is its creation; clients count from 1."""
 
     request_id: str
     run_id: str
@@ -66,18 +69,18 @@ class OperationRecord:
     category: str | None = None
     result_type: Literal["json", "proto"] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """What the server needs to know beside the engine's command: names, paths, times to live."""
+    """What the server needs besides the engine's command: names, paths, times to live."""
     engine_s: float | None = None
-    """From when the engine was given it until it answered; what others had it do meanwhile is in it."""
+    """Seconds from handing it to the engine until the reply, including work of other runs in between."""
     metrics: dict[str, float] | None = None
-    """What came of it in numbers; they stay when the result expires."""
+    """The metrics of the result. They stay when the result expires."""
     tokens: int = 0
     """Input tokens of a pass: those that a page or a report shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRecord:
-    """A sampling session: a base model, a saved checkpoint, or (ephemeral) a folder of its own."""
+    """A sampling session, of a base model, of a saved checkpoint, or of weights saved only for it (ephemeral)."""
 
     id: str
     tenant: str
@@ -86,7 +89,7 @@ class SamplerRecord:
     created_at: float
     model_path: str | None = None
     folder: str | None = None
-    """Of an ephemeral sampler, or the files of a checkpoint that was replaced since; they go with the session."""
+    """Weights of an ephemeral sampler, or of a checkpoint that was replaced since. Deleted with the session."""
     clients: int = 1
 
 
@@ -116,7 +119,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
-    """An API key: its hash, never itself. `hint` is how it begins and ends, for people."""
+    """An API key: its hash, never the key itself. `hint` is how it begins and ends, for people."""
 
     id: str
     sha256: str

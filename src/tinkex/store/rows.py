@@ -1,4 +1,4 @@
-"""The tables. A column has the name of the record's field it holds; what a record lacks is said at the column."""
+"""The tables. Columns are named after the fields of the records; columns without a field are commented."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ metadata = MetaData()
 
 
 class SafeText(TypeDecorator[str]):
-    """Text from anywhere. PostgreSQL has no zero character and neither database has half a surrogate pair, so a client
-    that sends one would otherwise make a lookup fail instead of finding nothing."""
+    """Text that may come from a client. PostgreSQL cannot store a zero character, and neither database half a surrogate
+    pair: without the replacement, a lookup of such a text would fail instead of finding nothing."""
 
     impl = Text
     cache_ok = True
@@ -38,7 +38,7 @@ class SafeText(TypeDecorator[str]):
 
 
 class Json(TypeDecorator[Any]):
-    """A value as JSON text; None is NULL. No JSON column: text comes back as it was, key order included."""
+    """A value as JSON text; None is NULL. Not a JSON column: text comes back unchanged, key order included."""
 
     impl = Text
     cache_ok = True
@@ -239,4 +239,4 @@ remembered_responses = Table(
     Column("at", Double, nullable=False, index=True),
     PrimaryKeyConstraint("tenant", "key"),
 )
-"""What was answered under an idempotency key, so that a repeated request gets the same answer."""
+"""The response to a request with an idempotency key, so that a repeated request gets the same response."""

@@ -122,11 +122,11 @@ def test_two_keys_of_one_tenant_share_and_two_tenants_do_not(served: Served) -> 
 def test_guessing_keys_does_not_fill_the_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     from tinkex.server.http import access
 
-    monkeypatch.setattr(access, "_MOST_CACHED", 5)
+    monkeypatch.setattr(access, "_MAX_CACHED_KEYS", 5)
     key = add_key(served, "alice")
     for number in range(12):
         who(served, f"tml-guess-{number}")
-    assert len(served.service.access._looked) <= 5
+    assert len(served.service.access._cache) <= 5
     assert who(served, key) == "alice"
 
 

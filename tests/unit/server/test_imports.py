@@ -99,8 +99,8 @@ def _nothing_is_left(served: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"no tar", "not a whole tar"),
-        (ADAPTER[:700], "not a whole tar"),
+        (b"no tar", "not a complete tar"),
+        (ADAPTER[:700], "not a complete tar"),
         (tar(adapter_config__json=CONFIG), "no adapter_model.safetensors"),
         (tar(adapter_model__bin=b"x", adapter_config__json=CONFIG), "no adapter_model.safetensors"),
         (tar(adapter_config__json=b"[]", adapter_model__safetensors=WEIGHTS), "not a JSON object"),
@@ -159,7 +159,7 @@ def test_an_archive_that_is_too_large_is_refused_before_it_is_read(served: Serve
 def test_a_file_in_an_archive_that_is_too_large_is_not_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(ADAPTER)
     with pytest.raises(RequestRejected, match="too large"):
-        unpack(tmp_path / "a.tar", tmp_path / "out", most_bytes=len(CONFIG))
+        unpack(tmp_path / "a.tar", tmp_path / "out", max_bytes=len(CONFIG))
 
 
 @pytest.mark.parametrize(

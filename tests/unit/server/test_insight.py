@@ -21,7 +21,7 @@ from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.routes import insight
 from tinkex.server.service import Service
 from tinkex.server.training.steps import steps_of, thinned
-from tinkex.store.journal import _FAILED
+from tinkex.store.journal import _HAS_FAILED
 from tinkex.store.records import OperationRecord
 from tinkex.store.rows import operations
 from tinkex.store.store import Store
@@ -127,7 +127,7 @@ async def test_looking_at_an_old_run_reads_no_journal_into_memory(tmp_path: Path
 
 def test_the_failures_of_a_tenant_are_found_by_their_index(tmp_path: Path) -> None:
     """SQLite uses a partial index only if the states stand in the statement: as parameters it read every row."""
-    wanted = select(operations).where(operations.c.tenant == "t", _FAILED)
+    wanted = select(operations).where(operations.c.tenant == "t", _HAS_FAILED)
     text = str(wanted.compile(dialect=sqlite.dialect(), compile_kwargs={"render_postcompile": True}))
     assert "IN ('failed', 'refused')" in text
     with Store.open(f"sqlite:///{tmp_path}/tinkex.db", tmp_path) as store, store._read() as connection:

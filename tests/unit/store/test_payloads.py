@@ -32,7 +32,7 @@ def no_file_longer_than(limit: int) -> Iterator[None]:
 def test_bytes_come_back_as_they_were(tmp_path: Path, size: int, is_synced: bool) -> None:
     payloads = Payloads(tmp_path, is_synced=is_synced)
     content = (b"0123456789abcdef" * (size // 16 + 1))[:size]
-    kept = payloads.keep(content)
+    kept = payloads.write(content)
     assert (kept.file is None) == (size <= MAX_INLINE_BYTES)
     assert Payloads(tmp_path, is_synced=False).read(kept) == content
 
@@ -40,13 +40,13 @@ def test_bytes_come_back_as_they_were(tmp_path: Path, size: int, is_synced: bool
 def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
     with no_file_longer_than(MAX_INLINE_BYTES), pytest.raises(OSError):
-        payloads.keep(LARGE)
+        payloads.write(LARGE)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_sweep_removes_what_no_row_names_and_nothing_else(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
-    named, orphan = payloads.keep(LARGE), payloads.keep(LARGE + b"!")
+    named, orphan = payloads.write(LARGE), payloads.write(LARGE + b"!")
     assert named.file is not None and orphan.file is not None
     unfinished = tmp_path / "ab" / "abcd.part"
     unfinished.parent.mkdir(exist_ok=True)
@@ -58,7 +58,7 @@ def test_a_sweep_removes_what_no_row_names_and_nothing_else(tmp_path: Path) -> N
 
 def test_removing_twice_is_no_fault(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
-    kept = payloads.keep(LARGE)
+    kept = payloads.write(LARGE)
     payloads.remove([kept.file, None])
     payloads.remove([kept.file])
     assert payloads.sweep(set()) == 0

@@ -50,14 +50,6 @@ def test_sessions_are_listed_newest_first_and_only_to_their_tenant(store: Store)
     assert [found.id for found in store.list_sessions("ann", 0, 100)] == ["s4", "s3", "s2", "s1", "s0"]
 
 
-def test_only_unfinished_sessions_that_fell_silent_are_idle(store: Store) -> None:
-    store.add_session(session("quiet", seen_at=1.0))
-    store.add_session(session("alive", seen_at=100.0))
-    store.add_session(session("done", seen_at=1.0))
-    store.finish_session("done", {})
-    assert [found.id for found in store.idle_sessions(50.0)] == ["quiet"]
-
-
 def test_a_search_compares_metadata_pairs_and_names(store: Store) -> None:
     store.add_session(session("a", created_at=1.0, user_metadata={"team": "x", "n": "1"}, display_name="Big RL run"))
     store.add_session(session("b", created_at=2.0, user_metadata={"team": "x"}, project_id="p"))
@@ -218,7 +210,7 @@ def test_what_came_of_an_operation_is_kept_with_its_result(started: Store, add: 
 def test_if_one_part_of_a_finish_cannot_be_kept_none_is(started: Store, add: Add) -> None:
     started.add_sampler(sampler())
     add(1)
-    with pytest.raises(ValidationError, match=r"s:sample:0 is already there"):
+    with pytest.raises(ValidationError, match=r"s:sample:0 exists already"):
         started.finish(f"{RUN}/1", at=20.0, result=b"r", result_type="json", checkpoint=checkpoint(), sampler=sampler())
     assert [found.seq_id for found in started.queued()] == [1]
     assert started.result(f"{RUN}/1") is None

@@ -1,4 +1,4 @@
-"""Files over HTTP: whole or in ranges, with a checksum. An archive is a tar that is put together while it is sent."""
+"""Sends files over HTTP, whole or in ranges, with a checksum. An archive is a tar that is built while it is sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _END_OF_TAR = bytes(2 * tarfile.BLOCKSIZE)
 
 
 class FilePiece(NamedTuple):
-    """A run of bytes: here, or all of a file."""
+    """Bytes to send: those in memory, or a whole file."""
 
     content: bytes | Path
     size: int
@@ -32,7 +32,7 @@ class FilePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """What is sent: pieces one after the other, and the sha256 of all of them."""
+    """The pieces to send one after the other, and the sha256 of all of them."""
 
     pieces: tuple[FilePiece, ...]
     sha256: str
@@ -44,13 +44,13 @@ class Download:
 
 
 def file_of(checkpoint: CheckpointRecord, folder: Path, name: str) -> Download:
-    """One file. Its checksum was taken when it was written. Raises FileNotFoundError if it is not as it was."""
+    """Return one file, with the checksum from when it was written. Raises FileNotFoundError if its size changed."""
     about = checkpoint.files[name]
     return Download((_piece(folder / name, about),), str(about["sha256"]))
 
 
 def archive_of(checkpoint: CheckpointRecord, folder: Path) -> Download:
-    """All files as a tar. Its first checksum costs a pass over the files: not for the loop's thread."""
+    """Return all files as a tar. Blocks: the first checksum reads all files."""
     pieces: list[FilePiece] = []
     for name, about in sorted(checkpoint.files.items()):
         piece = _piece(folder / name, about)
@@ -65,7 +65,7 @@ def archive_of(checkpoint: CheckpointRecord, folder: Path) -> Download:
 
 
 def respond(request: Request, download: Download, name: str) -> Response:
-    """The whole, the range that was asked for, or 416. Several ranges at once are answered with the whole."""
+    """Return the whole download, the requested range, or 416. A request for several ranges gets the whole."""
     digest = bytes.fromhex(download.sha256)
     headers = {
         "etag": f'"{download.sha256}"',
@@ -90,17 +90,17 @@ def respond(request: Request, download: Download, name: str) -> Response:
     return StreamingResponse(_read_range(download.pieces, first, last), status, headers, download.media_type)
 
 
-def parse_range(asked: str | None, if_range: str | None, tag: str, size: int) -> tuple[int, int] | None:
-    """First and last byte of a range request, or None for everything. First above last: there is nothing there."""
-    found = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", asked or "", re.ASCII)
-    if found is None or found[0] == "bytes=-" or (if_range is not None and if_range != tag):
+def parse_range(header: str | None, if_range: str | None, etag: str, size: int) -> tuple[int, int] | None:
+    """Return the first and last byte of a range, or None for everything. First above last: the range is empty."""
+    match = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", header or "", re.ASCII)
+    if match is None or match[0] == "bytes=-" or (if_range is not None and if_range != etag):
         return None
-    if not found[1]:
-        return max(0, size - int(found[2])), size - 1
-    first = int(found[1])
-    if found[2] and int(found[2]) < first:
-        return None  # no range at all: RFC 9110 has it ignored
-    return first, min(int(found[2] or size), size - 1)
+    if not match[1]:
+        return max(0, size - int(match[2])), size - 1
+    first = int(match[1])
+    if match[2] and int(match[2]) < first:
+        return None  # not a valid range: RFC 9110 has it ignored
+    return first, min(int(match[2] or size), size - 1)
 
 
 def _piece(file: Path, about: Mapping[str, Any]) -> FilePiece:
@@ -130,7 +130,7 @@ def _blocks(piece: FilePiece, first: int, size: int) -> Generator[bytes]:
 
 
 async def _read_range(pieces: tuple[FilePiece, ...], first: int, last: int) -> AsyncIterator[bytes]:
-    """The bytes from `first` to `last`. Reading is done beside the loop."""
+    """Yield the bytes from `first` to `last`. Files are read in a thread."""
     for piece in pieces:
         start, stop = max(first, 0), min(last + 1, piece.size)
         if start < stop:

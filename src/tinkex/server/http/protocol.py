@@ -1,11 +1,11 @@
-"""HTTP as uvicorn speaks it, with a bound on what may come before a body: its parser gathers a head without end."""
+"""uvicorn's HTTP protocol with a limit on the size of headers; httptools has none."""
 
 from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of the request line and the headers. What came with the first read, some 256 KB at most, is not counted."""
+"""Limit for the request line and the headers. The first read, of at most some 256 KB, is not counted."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
