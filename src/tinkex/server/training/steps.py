@@ -1,4 +1,4 @@
-"""A run's journal as steps: all that led to one optimizer step, summed up. Pure; for the console and `run watch`."""
+"""Sums up a run's journal by optimizer steps, for the console and `tinkex run watch`. Pure."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from typing import Any
 from tinkex.server.http import views
 from tinkex.store.records import Operation
 
-TOLD = frozenset({"forward", "forward_backward", "optim_step"})
+STEP_KINDS = frozenset({"forward", "forward_backward", "optim_step"})
 
 
 def steps_of(operations: Iterable[Operation], *, is_cut: bool = False) -> tuple[list[dict[str, Any]], int]:
-    """Complete steps, and how many forward_backward calls follow the last of them.
+    """Return the complete steps, and how many forward_backward calls follow the last of them.
 
-    What follows the last optim_step is kept for the next time, unless the list was cut there.
+    Operations after the last optim_step belong to the next step, which a later call will return; unless `is_cut` says
+    that the list was cut there.
     """
     steps: list[dict[str, Any]] = []
     parts: list[Operation] = []
     for row in operations:
-        if row.kind in TOLD:
+        if row.kind in STEP_KINDS:
             parts.append(row)
         if row.kind == "optim_step":
             steps.append(_step(parts))
             parts = []
     if is_cut and parts and not steps:
-        steps.append(_step(parts))  # thousands of passes without an optim_step: told as one, or nothing ever would be
+        steps.append(_step(parts))  # thousands of passes without an optim_step: one step, or none would ever be shown
         parts = []
     return steps, sum(row.kind == "forward_backward" for row in parts)
 
 
 def thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Every n-th step, so that at most so many are left; the last is always one of them."""
+    """Return every n-th step, so that at most `most` are left; the last step is always one of them."""
     every = math.ceil(len(steps) / max(most, 1))
     return steps if every <= 1 else steps[::-1][::every][::-1]
 
@@ -56,15 +57,15 @@ def _step(parts: list[Operation]) -> dict[str, Any]:
 
 
 def _loss(passes: Iterable[Operation]) -> float | None:
-    """One number for all passes of a step: a client may have cut one batch into several.
+    """Return one loss for all passes of a step: a client may have cut one batch into several.
 
-    The passes of a loss of the client's own have weights that are none: zeros, to learn the log-probabilities, and then
-    gradients. What does not add up to a positive weight is no mean, and is not told as one.
+    Custom losses send surrogate weights (zeros to get the log-probabilities, then gradients), so a weighted mean is
+    meaningless: None unless the weights sum to a positive number.
     """
-    found = [row.metrics for row in passes if row.metrics and row.metrics.get("loss:sum") is not None]
-    if not found:
+    reported = [row.metrics for row in passes if row.metrics and row.metrics.get("loss:sum") is not None]
+    if not reported:
         return None
-    total, weight = (math.fsum(metrics.get(name) or 0.0 for metrics in found) for name in ("loss:sum", "weight:sum"))
-    if any("weight:sum" in metrics for metrics in found):
+    total, weight = (math.fsum(metrics.get(name) or 0.0 for metrics in reported) for name in ("loss:sum", "weight:sum"))
+    if any("weight:sum" in metrics for metrics in reported):
         return total / weight if weight > 0 else None
     return total
