@@ -27,7 +27,7 @@ from tinkex.server.sampling.sample_queue import Sampling
 from tinkex.server.sampling.tokenizer_cache import Tokenizers
 from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
-from tinkex.server.training.operation_runner import Perform
+from tinkex.server.training.operation_runner import OperationRunner
 from tinkex.server.training.residency import Residency
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
@@ -83,8 +83,8 @@ def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: En
     db, metrics, waiters, catalog = Db(), Metrics(), Waiters(), Catalog(models)
     data_dir = Path(config.data_dir)
     residency = Residency(store, db, engine, data_dir)
-    perform = Perform(clock, store, db, engine, residency, data_dir)
-    worker = Worker(config, clock, store, db, engine, waiters, residency, perform, metrics, catalog)
+    runner = OperationRunner(clock, store, db, engine, residency, data_dir)
+    worker = Worker(config, clock, store, db, engine, waiters, residency, runner, metrics, catalog)
     service = Service(
         config=config,
         clock=clock,

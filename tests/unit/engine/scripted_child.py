@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping
 from time import sleep
 from typing import Any
 
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, Sequence, Tokens
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.frames import Frame
 from tinkex.engine.process import main
 
@@ -98,7 +98,7 @@ class Sampler:
             if spec.is_streamed:
                 events.append((number, Tokens(0, tokens[-1:], [-0.5])))
             if len(tokens) == spec.max_tokens:
-                row = Sequence(tokens=tokens, logprobs=[-0.5] * len(tokens), stop_reason="length")
+                row = SequenceOutput(tokens=tokens, logprobs=[-0.5] * len(tokens), stop_reason="length")
                 events.append((number, Sampled(sequences=[row], prompt_tokens=len(spec.prompt))))
                 del self._drawn[number]
         return events

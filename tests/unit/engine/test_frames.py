@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.engine.contract import Sampled, SampleSpec, Sequence, Tokens
+from tinkex.engine.contract import Sampled, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.frames import Frame, decode, packet_parts
 from tinkex.engine.messages import event_frame, pass_frame, read_event, read_sample, sample_frame
 from tinkex.engine.process.main import read_packet
@@ -122,7 +122,7 @@ def test_a_sample_spec_comes_back_equal() -> None:
 def test_sample_events_come_back_equal() -> None:
     tokens = Tokens(1, [4, 5], [-0.5, -1.25])
     done = Sampled(
-        sequences=[Sequence(tokens=[4], logprobs=[-0.1], stop_reason="stop", topk=[[(4, -0.1), (5, -3.0)]])],
+        sequences=[SequenceOutput(tokens=[4], logprobs=[-0.1], stop_reason="stop", topk=[[(4, -0.1), (5, -3.0)]])],
         prompt_logprobs=[None, -2.0],
         topk_prompt=[None, [(1, -0.5)]],
         targets=[[-1.0, -2.0]],
@@ -130,6 +130,6 @@ def test_sample_events_come_back_equal() -> None:
         cache_hit_tokens=2,
         prompt_tokens=2,
     )
-    bare = Sampled(sequences=[Sequence(tokens=[], logprobs=[], stop_reason="length")])
+    bare = Sampled(sequences=[SequenceOutput(tokens=[], logprobs=[], stop_reason="length")])
     for event in (tokens, done, bare):
         assert read_event(decode(event_frame(event).encode())) == event

@@ -17,7 +17,7 @@ from tests.unit.engine import scripted_child
 from tinkex.engine import host
 from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo, Sampled, SampleEvent, SampleSpec, Tokens
 from tinkex.engine.frames import Frame, packet_parts
-from tinkex.engine.host import LocalEngine, how_it_ended, restart_delay_s
+from tinkex.engine.host import LocalEngine, describe_exit, restart_delay_s
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.registry import resolve
 from tinkex.testing.clock import FakeClock
@@ -269,7 +269,7 @@ class TestScripted:
     def test_a_child_that_talks_nonsense_is_ended(self) -> None:
         async def test() -> None:
             engine = LocalEngine([ModelInfo(name="garbage", folder="")])
-            with pytest.raises(EngineFault, match="not a frame"):
+            with pytest.raises(EngineFault, match="not a packet"):
                 await engine.start()
             await engine.close()
 
@@ -332,9 +332,19 @@ def test_the_pause_before_a_restart_doubles_up_to_half_a_minute() -> None:
 
 
 def test_exit_codes_are_put_into_words() -> None:
-    assert how_it_ended(3) == "ended with exit code 3"
-    assert how_it_ended(-11) == "was killed by signal 11"
-    assert "out of memory" in how_it_ended(-9)
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(-11) == "was killed by signal 11"
+    assert "out of memory" in describe_exit(-9)
+
+
+def test_a_device_that_is_not_there_is_refused_in_a_sentence() -> None:
+    import torch
+
+    from tinkex.engine.process.main import pick_device
+
+    missing = "mps" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(EngineFault, match=f"--device {missing}.*Usable: .*cpu"):
+        pick_device(missing)
 
 
 # --- without anyone to work for ---

@@ -6,17 +6,16 @@ import random
 
 import pytest
 
-from tinkex.engine.contract import EngineFault
-from tinkex.engine.process.turns import Turn, Turns
+from tinkex.engine.process.turns import EngineTurn, Turns
 
 
-def shares(turns: Turns, until_s: float, batch_s: float, step_s: float) -> dict[Turn, float]:
+def shares(turns: Turns, until_s: float, batch_s: float, step_s: float) -> dict[EngineTurn, float]:
     """The time each side got while both had work all along."""
-    spent = dict.fromkeys(Turn, 0.0)
+    spent = dict.fromkeys(EngineTurn, 0.0)
     while sum(spent.values()) < until_s:
         turn = turns.choose(can_train=True, can_decode=True)
         assert turn is not None
-        seconds = batch_s if turn is Turn.TRAIN else step_s
+        seconds = batch_s if turn is EngineTurn.TRAIN else step_s
         turns.charge(turn, seconds)
         spent[turn] += seconds
     return spent
@@ -29,73 +28,63 @@ def test_with_nothing_to_do_nobody_has_the_turn() -> None:
 def test_a_side_alone_has_every_turn() -> None:
     turns = Turns()
     for _ in range(5):
-        assert turns.choose(can_train=True, can_decode=False) is Turn.TRAIN
-        turns.charge(Turn.TRAIN, 1.0)
+        assert turns.choose(can_train=True, can_decode=False) is EngineTurn.TRAIN
+        turns.charge(EngineTurn.TRAIN, 1.0)
     for _ in range(5):
-        assert turns.choose(can_train=False, can_decode=True) is Turn.DECODE
-        turns.charge(Turn.DECODE, 1.0)
+        assert turns.choose(can_train=False, can_decode=True) is EngineTurn.DECODE
+        turns.charge(EngineTurn.DECODE, 1.0)
 
 
 @pytest.mark.parametrize(("batch_s", "step_s"), [(2.0, 0.03), (0.01, 0.01), (0.005, 1.0)])
 def test_each_side_gets_half_of_the_time_however_long_its_turns(batch_s: float, step_s: float) -> None:
     spent = shares(Turns(), 200.0, batch_s, step_s)
-    assert spent[Turn.DECODE] / sum(spent.values()) == pytest.approx(0.5, abs=0.02)
+    assert spent[EngineTurn.DECODE] / sum(spent.values()) == pytest.approx(0.5, abs=0.02)
 
 
 def test_neither_side_waits_longer_than_the_others_longest_turn_twice() -> None:
     rng, turns = random.Random(7), Turns()
-    waited = dict.fromkeys(Turn, 0.0)
+    waited = dict.fromkeys(EngineTurn, 0.0)
     for _ in range(5000):
         turn = turns.choose(can_train=True, can_decode=True)
         assert turn is not None
         seconds = rng.uniform(0.01, 1.0)
         turns.charge(turn, seconds)
-        other = Turn.DECODE if turn is Turn.TRAIN else Turn.TRAIN
+        other = EngineTurn.DECODE if turn is EngineTurn.TRAIN else EngineTurn.TRAIN
         waited[turn], waited[other] = 0.0, waited[other] + seconds
         assert waited[other] <= 2.0
 
 
 def test_on_a_tie_training_goes_first() -> None:
-    assert Turns().choose(can_train=True, can_decode=True) is Turn.TRAIN
+    assert Turns().choose(can_train=True, can_decode=True) is EngineTurn.TRAIN
 
 
 def test_an_hour_alone_earns_nobody_a_debt() -> None:
     turns = Turns()
     turns.choose(can_train=True, can_decode=False)
-    turns.charge(Turn.TRAIN, 3600.0)
+    turns.charge(EngineTurn.TRAIN, 3600.0)
     spent = shares(turns, 20.0, 0.1, 0.1)
-    assert spent[Turn.TRAIN] == pytest.approx(spent[Turn.DECODE], abs=0.2)
+    assert spent[EngineTurn.TRAIN] == pytest.approx(spent[EngineTurn.DECODE], abs=0.2)
 
 
 def test_an_idle_side_saves_up_nothing() -> None:
     turns = Turns()
     shares(turns, 1.0, 100.0, 0.1)  # decoding is owed 100 s
     turns.choose(can_train=True, can_decode=False)  # and then wants none
-    assert turns.choose(can_train=True, can_decode=True) is Turn.TRAIN
+    assert turns.choose(can_train=True, can_decode=True) is EngineTurn.TRAIN
 
 
 def test_short_gaps_between_long_passes_do_not_starve_decoding() -> None:
-    turns, spent = Turns(), dict.fromkeys(Turn, 0.0)
+    turns, spent = Turns(), dict.fromkeys(EngineTurn, 0.0)
     for _ in range(50):  # a client that sends the next pass one decode step after the last one was done
         while True:
             turn = turns.choose(can_train=True, can_decode=True)
             assert turn is not None
-            seconds = 10.0 if turn is Turn.TRAIN else 0.05
+            seconds = 10.0 if turn is EngineTurn.TRAIN else 0.05
             turns.charge(turn, seconds)
             spent[turn] += seconds
-            if turn is Turn.TRAIN:
+            if turn is EngineTurn.TRAIN:
                 break
-        assert turns.choose(can_train=False, can_decode=True) is Turn.DECODE
-        turns.charge(Turn.DECODE, 0.05)
-        spent[Turn.DECODE] += 0.05
-    assert spent[Turn.DECODE] / sum(spent.values()) > 0.45
-
-
-def test_a_device_that_is_not_there_is_refused_in_a_sentence() -> None:
-    import torch
-
-    from tinkex.engine.process.main import pick_device
-
-    missing = "mps" if torch.cuda.is_available() else "cuda"
-    with pytest.raises(EngineFault, match=f"--device {missing}.*Usable: .*cpu"):
-        pick_device(missing)
+        assert turns.choose(can_train=False, can_decode=True) is EngineTurn.DECODE
+        turns.charge(EngineTurn.DECODE, 0.05)
+        spent[EngineTurn.DECODE] += 0.05
+    assert spent[EngineTurn.DECODE] / sum(spent.values()) > 0.45

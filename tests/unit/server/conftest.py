@@ -52,8 +52,8 @@ class QuietWorker:
     paused: dict[str, str] = field(default_factory=dict)
 
     @property
-    def halt(self) -> str:
-        return next(iter(self.paused.values()), "")
+    def pause_reason(self) -> str | None:
+        return next(iter(self.paused.values()), None)
 
     def resident(self) -> list[str]:
         return list(self.held)

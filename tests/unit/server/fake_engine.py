@@ -15,7 +15,7 @@ from tinkex.engine.contract import (
     Sampled,
     SampleEvent,
     SampleSpec,
-    Sequence,
+    SequenceOutput,
     Tokens,
 )
 from tinkex.engine.frames import Frame, decode
@@ -108,5 +108,7 @@ class FakeEngine:
         await self.gate.wait()
         if self.generation != generation:
             raise EngineDied("killed by signal 9")
-        rows = [Sequence(tokens=[1, 2], logprobs=[-0.5, -0.25], stop_reason="length") for _ in range(spec.num_samples)]
+        rows = [
+            SequenceOutput(tokens=[1, 2], logprobs=[-0.5, -0.25], stop_reason="length") for _ in range(spec.num_samples)
+        ]
         yield Sampled(sequences=rows, prompt_tokens=len(spec.prompt))

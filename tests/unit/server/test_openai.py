@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from tests.unit.server.live import Loop, checkpoint
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, Sequence, Tokens
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.frames import Frame
 from tinkex.engine.host import LocalEngine
 from tinkex.engine.messages import pass_frame
@@ -520,7 +520,7 @@ def scripted(live: Live, events: list[SampleEvent | Exception], gate: threading.
 def test_a_stream_never_shows_half_a_character(live: Live) -> None:
     text = "naïve 😀 日本"
     tokens = list(text.encode())
-    whole = Sampled(sequences=[Sequence(tokens=tokens, logprobs=[-1.0] * len(tokens), stop_reason="stop")])
+    whole = Sampled(sequences=[SequenceOutput(tokens=tokens, logprobs=[-1.0] * len(tokens), stop_reason="stop")])
     events: list[SampleEvent | Exception] = [Tokens(0, [token], [-1.0]) for token in tokens]
     with scripted(live, [*events, whole]) as url, client_of(url) as client:
         chunks = list(client.completions.create(model=TINY, prompt="a", max_tokens=99, logprobs=0, stream=True))
@@ -546,7 +546,7 @@ def test_a_silent_stream_is_kept_alive_with_comments(live: Live, monkeypatch: py
     monkeypatch.setattr(event_stream, "FIRST_EVENT_S", 0.01)
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
     gate = threading.Event()
-    whole = Sampled(sequences=[Sequence(tokens=[97], logprobs=[-1.0], stop_reason="length")])
+    whole = Sampled(sequences=[SequenceOutput(tokens=[97], logprobs=[-1.0], stop_reason="length")])
     with scripted(live, [whole], gate) as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
         body = json.dumps({"model": TINY, "prompt": "a", "stream": True})

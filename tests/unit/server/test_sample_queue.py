@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.unit.server.fake_engine import FakeEngine
 from tests.unit.server.test_survival import request
 from tests.unit.server.test_worker import TINY, running, scenario
-from tinkex.engine.contract import Sampled, SampleSpec, Sequence
+from tinkex.engine.contract import Sampled, SampleSpec, SequenceOutput
 from tinkex.server.routes import sampling as routes
 from tinkex.server.sampling import sample_queue
 from tinkex.server.sampling.sample_queue import Sample, Target
@@ -89,7 +89,7 @@ async def test_kept_results_are_counted_with_their_ranked_tokens(tmp_path: Path)
         await service.sampling.wait(sample, 5)
         plain = sample.size_bytes
         ranked = [[(token, -1.0) for token in range(20)] for _ in range(100)]
-        row = Sequence(tokens=[1] * 100, logprobs=[-1.0] * 100, stop_reason="length", topk=ranked)
+        row = SequenceOutput(tokens=[1] * 100, logprobs=[-1.0] * 100, stop_reason="length", topk=ranked)
         sample.result = Sampled(sequences=[row], topk_prompt=[None, *ranked])
         assert sample.size_bytes - plain > 100 * 20 * 100
 

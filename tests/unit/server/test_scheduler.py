@@ -40,7 +40,7 @@ def test_a_tenant_that_comes_back_has_no_credit_from_its_absence() -> None:
     shares = Shares({"busy": 5000.0})
     choose([Ready("b", "busy", 0.0)], shares)
     assert shares.pick(["busy", "back"]) in ("busy", "back")
-    assert shares.served["back"] == shares.served["busy"]
+    assert shares.charged["back"] == shares.charged["busy"]
 
 
 def test_nothing_ready_is_nothing_chosen() -> None:
@@ -48,7 +48,7 @@ def test_nothing_ready_is_nothing_chosen() -> None:
 
 
 def test_the_reason_for_waiting_names_what_is_waited_for() -> None:
-    assert describe_queue(0, None, "", "disk full")[0] == "paused_capacity"
-    assert "loading" in describe_queue(0, None, "loading tiny", "")[1]
-    assert describe_queue(2, 7, "", "") == ("active", "waits for operation 7 of this run, which has not arrived")
-    assert describe_queue(2, None, "", "")[1].startswith("2 operations")
+    assert describe_queue(0, None, None, "disk full")[0] == "paused_capacity"
+    assert "loading" in describe_queue(0, None, "loading tiny", None)[1]
+    assert describe_queue(2, 7, None, None) == ("active", "waits for operation 7 of this run, which has not arrived")
+    assert describe_queue(2, None, None, None)[1].startswith("2 operations")

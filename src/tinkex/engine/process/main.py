@@ -1,10 +1,10 @@
-"""The engine's own process: `python -m tinkex.engine.process.main`, started by `LocalEngine` and spoken to in frames.
+"""Starts the engine's process: `python -m tinkex.engine.process.main`, which `LocalEngine` runs.
 
-stdin brings commands, stdout takes replies; whatever else prints to stdout ends up on stderr. A thread reads, the main
-thread computes: training micro-batches and decode steps take turns (`schedule`). When stdin ends, so does the process,
-at once: the server keeps everything that must survive.
+Commands come in packets on stdin, replies go out on stdout; other output to stdout ends up on stderr. A thread reads,
+the main thread computes: training micro-batches and decode steps take turns (`turns`). When stdin ends, the process
+ends at once: the server keeps everything that must survive.
 
-The first packet names models and settings. What the child says unasked has the number 0:
+The first packet names models and settings. Packets without a request have the number 0:
 
     {"news": "loading", "what"} · "ready", "threads", "device" · "failed", "error" · "stats", …
 
@@ -38,31 +38,32 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 def main() -> None:
     commands, replies = _claim_pipes()
-    _outlive_nobody()
+    die_with_parent()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
     faulthandler.enable()
     send = _sender(replies)
     inbox: queue.SimpleQueue[Packet] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(commands, inbox), daemon=True, name="inbox").start()
-    gc.disable()  # nothing that an import makes is garbage: looking for it takes a sixth of the start
+    # Imports create no garbage: looking for it would take a sixth of the start. What they made is frozen afterwards.
+    gc.disable()
     try:
         loop = load(inbox.get().frame.head, send)
     except Exception as error:
-        if not isinstance(error, EngineFault):  # that one is a sentence for the user already
+        if not isinstance(error, EngineFault):  # an EngineFault is a message for the user already
             logger.exception("The engine cannot start.")
-        send(0, Frame({"news": "failed", "error": _why_not(error)}))
+        send(0, Frame({"news": "failed", "error": _start_error(error)}))
         os._exit(1)
-    gc.freeze()  # nor will it ever be
+    gc.freeze()
     gc.enable()
     try:
         loop.serve(inbox)
     except Exception:
         logger.exception("The engine cannot go on.")
-        os._exit(1)  # an ordinary exit would wait for a lock that the reader holds
+        os._exit(1)  # an ordinary exit would wait for a lock that the reading thread has
 
 
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the pipes for frames alone: from here on fd 0 is empty and fd 1 is stderr, for Python and for C."""
+    """Take the pipes for packets alone: from here on fd 0 is empty and fd 1 is stderr, for Python and for C."""
     commands, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -77,18 +78,18 @@ def _sender(replies: BinaryIO) -> Send:
         try:
             while content:
                 content = content[replies.write(content) :]
-        except OSError:  # the server is gone: nobody is left to work for
+        except OSError:  # the server is gone, and with it every client
             os._exit(0)
 
     return send
 
 
-def _outlive_nobody() -> None:
-    """Ends with the server, and not before it: Ctrl-C, and SIGTERM to the whole group, are the server's to act upon."""
+def die_with_parent() -> None:
+    """End with the server, not before it: Ctrl-C, and SIGTERM to the whole group, are for the server to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
-        # EOF on stdin says the same, but only to a thread that runs: a long call into C may hold the interpreter.
+        # EOF on stdin says the same, but only to a thread that runs: a long call into C may block the interpreter.
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -105,7 +106,7 @@ def _read(stdin: BinaryIO, inbox: queue.SimpleQueue[Packet]) -> None:
 
 
 def read_packet(stream: BinaryIO) -> Packet | None:
-    """The next packet, or None at the end. Its buffers are writable views, as torch likes them."""
+    """Read the next packet, or None at the end. Its buffers are writable views: torch warns of others."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -125,7 +126,7 @@ def read_packet(stream: BinaryIO) -> Packet | None:
 
 
 def load(start: Mapping[str, Any], send: Send) -> Loop:
-    """Import torch, load the models; slow. Says what it is at."""
+    """Import torch and load the models, which is slow. Sends what it is loading."""
     send(0, Frame({"news": "loading", "what": "PyTorch"}))
     _settle_threads_and_memory()
     import torch
@@ -158,38 +159,38 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
         weights=start["decode_weights"],
     )
     send(0, Frame({"news": "ready", "threads": threads, "device": str(device)}))
-    largest = max(sum(part.nbytes for part in one.module.parameters()) for one in models.values())
+    largest = max(sum(part.nbytes for part in model.module.parameters()) for model in models.values())
     return Loop(trainer, sampler, send, moment_s(largest, device.type))
 
 
 def _settle_threads_and_memory() -> None:
-    """Before torch is loaded: how its threads wait for each other, and what becomes of memory that it gives back."""
+    """Set how torch's threads wait for each other, and that freed memory stays with the process. Before torch loads."""
     # Threads that spin take the cores from the server, from clients and from each other; threads that sleep at once
-    # have to be woken for every small product. A pass of 8×32 tokens of eight adapters took 2.3 s asleep, 1.2 s with a
+    # must be woken for every small product. A pass of 8×32 tokens of eight adapters took 2.3 s asleep, 1.2 s with a
     # little spinning; a decode step 49 ms with 2,000 rounds of it, 43 with 6,000 or 15,000. Three engines at once on
-    # two cores lose by it, the more the longer they spin (medians, `docs/LOG.md`).
+    # two cores are slower with it, the more the longer they spin (medians, `docs/LOG.md`).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # border: OpenMP reads it when torch loads it, and nothing else
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # border: the same
     if sys.platform == "linux":
         import ctypes
 
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):  # glibc: a pass asks for the same large pieces again and again
+        if hasattr(libc, "mallopt"):  # glibc: a pass allocates the same large blocks again and again
             libc.mallopt(_M_MMAP_MAX, 0)
-            # What a pass took stays: eight short passes took 1.13 s where the memory of a long one before them had been
-            # given back, and 1.05 s where it had not.
+            # Freed memory stays with the process: eight short passes took 1.13 s where the memory of a long one before
+            # them had been returned to the system, and 1.05 s where it had not.
             libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def pick_device(name: str) -> Any:
-    """The torch device of that name; `auto` is the fastest there is."""
+    """Return the torch device of that name; `auto` is the fastest one there is."""
     import torch
 
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        return torch.device(next(kind for kind, is_there in there.items() if is_there))
-    if not there.get(name.partition(":")[0], True):
-        usable = ", ".join(kind for kind, is_there in there.items() if is_there)
+        return torch.device(next(kind for kind, is_available in available.items() if is_available))
+    if not available.get(name.partition(":")[0], True):
+        usable = ", ".join(kind for kind, is_available in available.items() if is_available)
         raise EngineFault(
             f"--device {name}: this machine, or the installed PyTorch, has no such device. Usable: {usable}.", "server"
         )
@@ -197,13 +198,13 @@ def pick_device(name: str) -> Any:
 
 
 def usable_cores() -> int:
-    """Those that this process may run on: a container or a batch system may allow fewer than there are."""
+    """Return how many cores this process may run on: a container or a batch system may allow fewer than there are."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _why_not(error: Exception) -> str:
+def _start_error(error: Exception) -> str:
     if isinstance(error, EngineFault):
         return str(error)
     if isinstance(error, ImportError) and error.name:

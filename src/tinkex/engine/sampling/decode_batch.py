@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.lora import LoraWeights
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, Tokens
-from tinkex.engine.contract import Sequence as SampledSequence
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.sampling.decoder import Decoder, Next, Reading
 from tinkex.engine.sampling.kv_cache import RowCache
@@ -61,7 +60,7 @@ class Request:
     hit_tokens: int = 0
     """Tokens of the prompt that had been read for another request."""
     started: int = 0
-    finished: dict[int, SampledSequence] = field(default_factory=dict)
+    finished: dict[int, SequenceOutput] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -137,7 +136,7 @@ class Row:
         return "length" if len(self.tokens) >= self.request.most else None
 
     def finish(self, reason: str) -> None:
-        self.request.finished[self.index] = SampledSequence(
+        self.request.finished[self.index] = SequenceOutput(
             tokens=self.tokens, logprobs=self.logprobs, stop_reason=reason, topk=self.topk
         )
 

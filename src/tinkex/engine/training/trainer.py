@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
+from tinkex.clock import REAL
 from tinkex.engine.adapters import checkpoint, optimizer
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault, LoraSpec
@@ -67,13 +67,13 @@ class Trainer:
                 self._running = self._next_batch()  # however many short commands keep coming
             if replies or self._running is None:
                 return replies
-        began = perf_counter()
+        began = REAL.now()
         try:
             next(self._running)
-            self._batch_s += perf_counter() - began
+            self._batch_s += REAL.now() - began
             return []
         except StopIteration:
-            self._batch_s += perf_counter() - began
+            self._batch_s += REAL.now() - began
             self._running = None
             return self._settle()
         except Exception as problem:

@@ -62,7 +62,7 @@ async def healthz(request: Request) -> Response:
     """True only if work can be done: for load balancers, and for people who wait."""
     service = service_of(request)
     state = service.engine.state
-    detail = (state.reason or "The engine is starting.") if not state.is_ready else service.worker.halt
+    detail = (state.reason or "The engine is starting.") if not state.is_ready else service.worker.pause_reason
     if detail:
         raise RequestRejected(503, detail, "not_ready", "server", {"retry-after": "1"})
     return json_response({"status": "ok"})

@@ -13,7 +13,7 @@ from tinkex.server.http.requests import IN_THREAD_BYTES, read_json, service_of, 
 from tinkex.server.sampling.sample_queue import PREFIX, Sample
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
-from tinkex.server.training.waiters import Outcome
+from tinkex.server.training.waiters import FinishedOperation
 from tinkex.store.records import OperationRecord
 from tinkex.types.base import Value
 from tinkex.wire import json_codec, proto_codec
@@ -56,17 +56,19 @@ async def retrieve_future(request: Request) -> Response:
     return await _training_result(outcome, wants_protobuf, may_be_metadata)
 
 
-async def _stored(service: Service, row: OperationRecord) -> Outcome:
+async def _stored(service: Service, row: OperationRecord) -> FinishedOperation:
     """How an operation ended, from the journal."""
     if row.state == "failed":
-        return Outcome(row.tenant, error=row.error or "The operation failed.", category=row.category or "server")
+        return FinishedOperation(
+            row.tenant, error=row.error or "The operation failed.", category=row.category or "server"
+        )
     content = await service.db(service.store.result, row.request_id)
     if content is None or row.result_type is None:
         raise RequestRejected(410, f"The result of {row.request_id} was kept for a day and is gone.", "result_expired")
-    return Outcome(row.tenant, content, row.result_type)
+    return FinishedOperation(row.tenant, content, row.result_type)
 
 
-async def _training_result(outcome: Outcome, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+async def _training_result(outcome: FinishedOperation, wants_protobuf: bool, may_be_metadata: bool) -> Response:
     if outcome.content_type == "json":
         return Response(outcome.content, media_type="application/json")
     if may_be_metadata and len(outcome.content) > METADATA_OVER_BYTES:

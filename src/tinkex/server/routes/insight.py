@@ -12,7 +12,7 @@ from tinkex.server.http.lookup import find_run
 from tinkex.server.http.requests import parse_page, service_of, tenant_of
 from tinkex.server.service import Service
 from tinkex.server.training.intake import MAX_SEQ
-from tinkex.server.training.run_queue import Pending
+from tinkex.server.training.run_queue import PendingOperation
 from tinkex.server.training.steps import steps_of, thinned
 from tinkex.store.records import OperationRecord
 
@@ -53,8 +53,8 @@ async def service_state(request: Request) -> Response:
             "version": __version__,
             "tenant": tenant,
             "uses_keys": uses_keys,
-            "is_ready": engine.is_ready and not worker.halt,
-            "reason": worker.halt if engine.is_ready else engine.reason or "The engine is starting.",
+            "is_ready": engine.is_ready and worker.pause_reason is None,
+            "reason": worker.pause_reason or "" if engine.is_ready else engine.reason or "The engine is starting.",
             "models": service.catalog.names,
             "queue": [_queued(service, row) for row in own[:MAX_QUEUED_SHOWN]],
             "queued_operations": len(own),
@@ -77,7 +77,7 @@ async def failed_operations(request: Request) -> Response:
     return json_response({"operations": [_failed(row) for row in rows], "cursor": views.cursor(offset, limit, total)})
 
 
-def _queued(service: Service, pending: Pending) -> dict[str, object]:
+def _queued(service: Service, pending: PendingOperation) -> dict[str, object]:
     state, reason = service.worker.queue_of(pending)
     return {
         "run_id": pending.run_id,

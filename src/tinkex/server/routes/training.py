@@ -27,7 +27,7 @@ from tinkex.server.http.requests import (
 )
 from tinkex.server.service import Service
 from tinkex.server.training.checks import check_data
-from tinkex.server.training.run_queue import Lane
+from tinkex.server.training.run_queue import RunQueue
 from tinkex.store.records import RunRecord
 from tinkex.types.training import AdamParams, ForwardBackwardRequest, ForwardRequest, LoraConfig
 from tinkex.types.weights import ParsedCheckpointTinkerPath
@@ -82,7 +82,7 @@ async def _created(service: Service, run: RunRecord, kind: str, options: dict[st
 
 async def unload_model(request: Request) -> Response:
     service, body = service_of(request), await read_json(request)
-    lane = await service.intake.lane(tenant_of(request), body.get("model_id"))
+    lane = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
     return await _submit(service, lane, body, "unload_model", lambda: (b"", {}, 0))
 
 
@@ -102,7 +102,7 @@ async def _pass(request: Request, kind: str) -> Response:
     given = await asyncio.to_thread(read, content, kind) if len(content) > IN_THREAD_BYTES else read(content, kind)
     if given.problem is not None and given.model_id is None:
         raise given.problem  # it is not known whose it is
-    lane = await service.intake.lane(tenant, given.model_id)
+    lane = await service.intake.run_queue(tenant, given.model_id)
     model = service.catalog.find(lane.run.base_model)
 
     def make() -> tuple[bytes, dict[str, Any], int]:
@@ -157,7 +157,7 @@ def _read_json(content: bytes, kind: str) -> _Given:
 
 async def optim_step(request: Request) -> Response:
     service, body = service_of(request), await read_json(request)
-    lane = await service.intake.lane(tenant_of(request), body.get("model_id"))
+    lane = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
 
     def make() -> tuple[bytes, dict[str, Any], int]:
         command = {"op": "optim_step", "adapter": lane.run.id, **_adam(body)}
@@ -192,7 +192,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
 
 async def _save(request: Request, kind: str) -> Response:
     service, body = service_of(request), await read_json(request)
-    lane = await service.intake.lane(tenant_of(request), body.get("model_id"))
+    lane = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
 
     def make() -> tuple[bytes, dict[str, Any], int]:
         if body.get("age_encryption_recipients"):
@@ -219,7 +219,7 @@ async def load_weights(request: Request) -> Response:
     service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     if body.get("model_id") is None and body.get("session_id") is not None:
         return await _create_from(service, tenant, body)
-    lane = await service.intake.lane(tenant, body.get("model_id"))
+    lane = await service.intake.run_queue(tenant, body.get("model_id"))
     return await _submit(service, lane, body, "load_weights", lambda: (b"", _load_options(body), 0))
 
 
@@ -243,7 +243,7 @@ async def _create_from(service: Service, tenant: str, body: dict[str, Any]) -> R
 
 async def _submit(
     service: Service,
-    lane: Lane,
+    lane: RunQueue,
     fields: dict[str, Any],
     kind: str,
     make: Callable[[], tuple[bytes, dict[str, Any], int]],
@@ -256,7 +256,7 @@ async def _submit(
         command, options, tokens = await asyncio.to_thread(make) if in_thread else make()
     except (RequestRejected, ValidationError) as problem:
         refused = problem if isinstance(problem, RequestRejected) else bad_request(str(problem), problem.code)
-        await service.intake.refuse(lane, seq_id, kind, refused)
+        await service.intake.reject(lane, seq_id, kind, refused)
         raise refused from None
     request_id = await service.intake.submit(lane, seq_id, kind, command, options=options, tokens=tokens)
     return json_response({"request_id": request_id, "model_id": lane.run.id})

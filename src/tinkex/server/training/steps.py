@@ -1,4 +1,4 @@
-"""A run's journal as steps: all that led to one optimizer step, summed up. Pure; for the console and `run watch`."""
+"""Sums up a run's journal by optimizer steps, for the console and `tinkex run watch`. Pure."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from tinkex.rules.metrics import step_loss
 from tinkex.server.http import views
 from tinkex.store.records import OperationRecord
 
-TOLD = frozenset({"forward", "forward_backward", "optim_step"})
+STEP_KINDS = frozenset({"forward", "forward_backward", "optim_step"})
 
 
 def steps_of(operations: Iterable[OperationRecord], *, is_cut: bool = False) -> tuple[list[dict[str, Any]], int]:
-    """Complete steps, and how many forward_backward calls follow the last of them.
+    """Return the complete steps, and how many forward_backward calls follow the last of them.
 
-    What follows the last optim_step is kept for the next time, unless the list was cut there.
+    Operations after the last optim_step belong to the next step, which a later call will return; unless `is_cut` says
+    that the list was cut there.
     """
     steps: list[dict[str, Any]] = []
     parts: list[OperationRecord] = []
     for row in operations:
-        if row.kind in TOLD:
+        if row.kind in STEP_KINDS:
             parts.append(row)
         if row.kind == "optim_step":
             steps.append(_step(parts))
             parts = []
     if is_cut and parts and not steps:
-        steps.append(_step(parts))  # thousands of passes without an optim_step: told as one, or nothing ever would be
+        steps.append(_step(parts))  # thousands of passes without an optim_step: one step, or none would ever be shown
         parts = []
     return steps, sum(row.kind == "forward_backward" for row in parts)
 
 
 def thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Every n-th step, so that at most so many are left; the last is always one of them."""
+    """Return every n-th step, so that at most `most` are left; the last step is always one of them."""
     every = math.ceil(len(steps) / max(most, 1))
     return steps if every <= 1 else steps[::-1][::every][::-1]
 
