@@ -22,7 +22,7 @@ from tinkex.clock import REAL
 from tinkex.errors import DeadlineExceeded, NotFoundError, TinkexError
 from tinkex.local_service import LocalServiceClient, local
 from tinkex.terminal import curve as curves
-from tinkex.terminal.line import can_encode
+from tinkex.terminal.format import can_encode
 from tinkex.types import RunStep
 
 NEEDED_BYTES = 1_500_000_000

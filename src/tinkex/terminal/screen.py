@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any, Literal, Protocol
 
-from tinkex.terminal.line import cells, fold
+from tinkex.terminal.format import cells, fold
 
 log = logging.getLogger("tinkex.progress")
 Mode = Literal["terminal", "notebook", "plain"]

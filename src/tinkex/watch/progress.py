@@ -17,7 +17,7 @@ from tinkex.clock import REAL, Clock
 from tinkex.errors import ConfigError, ValidationError
 from tinkex.terminal import curve as curves
 from tinkex.terminal import screen as screens
-from tinkex.terminal.line import can_encode
+from tinkex.terminal.format import can_encode
 from tinkex.watch import prices as price_tables
 from tinkex.watch.prices import Price, Prices, PriceTable
 from tinkex.watch.report import Report

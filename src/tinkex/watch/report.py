@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinkex.clock import Clock
 from tinkex.terminal.curve import Point
-from tinkex.terminal.line import Part, bar, clean, duration, fit, money, number, plural
+from tinkex.terminal.format import Part, bar, clean, duration, fit, money, number, plural
 from tinkex.watch.prices import CURRENCY, Prices
 from tinkex.watch.tally import Tally
 

@@ -16,7 +16,7 @@ import pytest
 from tinkex.testing import ScriptedService
 
 from .conftest import KEY, Saved, Tinkex
-from .terminal import Terminal
+from .typed_command import Terminal
 
 MODELS = [{"model_name": "org/one"}, {"model_name": "one", "alias_of": "org/one"}]
 

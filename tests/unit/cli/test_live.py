@@ -15,7 +15,7 @@ import tinkex
 from tests.integration.service.live import LiveServer
 
 from .conftest import Tinkex
-from .terminal import Terminal
+from .typed_command import Terminal
 
 STEPS = 4
 

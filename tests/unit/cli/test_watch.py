@@ -16,7 +16,7 @@ from tinkex.testing import ScriptedService, Status
 from tinkex.types import RunStep
 
 from .conftest import KEY, Saved, Tinkex, start
-from .terminal import Terminal
+from .typed_command import Terminal
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 

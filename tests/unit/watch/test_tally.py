@@ -13,7 +13,7 @@ import pytest
 from tinkex.errors import ConfigError
 from tinkex.events import QueueEvent, StartEvent, StepEvent, Usage
 from tinkex.terminal.curve import Point, draw
-from tinkex.terminal.line import Part, cells, cut, duration, fit, fold, money, number
+from tinkex.terminal.format import Part, cells, cut, duration, fit, fold, money, number
 from tinkex.testing import FakeClock
 from tinkex.watch import prices
 from tinkex.watch.report import Report

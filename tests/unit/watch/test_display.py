@@ -12,7 +12,7 @@ import pytest
 
 import tinkex
 from tests.unit.watch.conftest import MODEL, PRICES, train
-from tests.unit.watch.terminal import Terminal
+from tests.unit.terminal.emulator import Terminal
 from tinkex.terminal.screen import mode_of, show
 from tinkex.testing import Pending, ScriptedService
 
