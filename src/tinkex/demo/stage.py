@@ -22,7 +22,7 @@ from tinkex.clock import REAL
 from tinkex.errors import DeadlineExceeded, NotFoundError, TinkexError
 from tinkex.local_service import LocalServiceClient, local
 from tinkex.terminal import curve as curves
-from tinkex.terminal.format import can_encode
+from tinkex.terminal.live import size_of
 from tinkex.types import RunStep
 
 NEEDED_BYTES = 1_500_000_000
@@ -179,8 +179,8 @@ def say(text: str = "") -> None:
 def draw(values: Sequence[float | None], name: str) -> str:
     """A curve over all steps, as wide as the terminal allows."""
     points = [curves.Point(number, value) for number, value in enumerate(values, 1) if value is not None]
-    width = min(shutil.get_terminal_size().columns, 80)
-    return curves.draw(points, name, width, 12, is_ascii=not can_encode("⣿└", sys.stdout.encoding))
+    width = min(size_of(sys.stdout)[0], 80)
+    return curves.draw(points, name, width, 12, sys.stdout.encoding)
 
 
 def _shown(place: Path) -> str:

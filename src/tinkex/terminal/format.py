@@ -1,108 +1,139 @@
-"""The words of a progress line: numbers as people write them, and a line cut to the width it has."""
+"""Turns values into text for people: numbers, sizes, durations, money, dates. Cleans text, and cuts it to a width."""
 
 from __future__ import annotations
 
 import math
 import unicodedata
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-BAR = 16
-JOIN = " · "
+if TYPE_CHECKING:
+    import datetime as dt
+
+NONE = "–"
 ASCII = str.maketrans("·→…█░≥", "|>~#.>")
-"""What stands in for the marks of a line where the encoding has only letters."""
+"""Replacements for our own marks where the encoding has only ASCII."""
+UNITS_S = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
-class Part(NamedTuple):
-    """A piece of a line. Where the line is too long, the pieces with the highest `rank` go first."""
-
-    text: str
-    rank: int = 0
-    more: str = ""
-    """Said after the text where the line has room for it."""
-
-
-def fit(parts: list[Part], width: int) -> str:
-    """The parts that have room, joined. What stays too long is cut: a wrapped line could not be drawn over."""
-    kept = [part for part in parts if part.text]
-    while (line := _joined(kept)) and cells(line) > width:
-        loosest = max(kept, key=lambda part: part.rank + bool(part.more))
-        if not loosest.rank:
-            break
-        kept = [part for part in kept if part is not loosest or part.more]
-        kept = [part._replace(more="") if part is loosest else part for part in kept]
-    return cut(line, width)
-
-
-def _joined(parts: list[Part]) -> str:
-    return JOIN.join(f"{part.text} {part.more}".rstrip() for part in parts)
-
-
-def cut(text: str, width: int) -> str:
-    if cells(text) <= width:
-        return text
-    kept = text
-    while kept and cells(kept) > width - 1:
-        kept = kept[:-1]
-    return f"{kept.rstrip()}…" if width > 0 else ""
-
-
-def cells(text: str) -> int:
-    """How many columns of a terminal the text takes."""
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
-
-
-def clean(text: str) -> str:
-    """Without control characters: what a service says must not steer the user's terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def bar(done: int, total: int) -> str:
-    full = min(BAR * done // total, BAR) if total else 0
-    return "█" * full + "░" * (BAR - full)
+# -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def number(value: float) -> str:
-    """Three digits that tell something: 2.31, 0.420, 1,234, 1.2e-07."""
+    """Return three significant digits: 2.31, 0.420, 1,234, 1.2e-07."""
     if not math.isfinite(value):
         return str(value)
-    size = abs(value)
-    if size >= 1_000:
-        return f"{value:,.0f}" if size < 1e9 else f"{value:.2e}"
-    if 0 < size < 1e-3:
+    magnitude = abs(value)
+    if magnitude >= 1_000:
+        return f"{value:,.0f}" if magnitude < 1e9 else f"{value:.2e}"
+    if 0 < magnitude < 1e-3:
         return f"{value:.1e}"
     return f"{value:#.3g}".rstrip(".")
 
 
+def size(count: float | None) -> str:
+    """Return a number of bytes: 27.1 MB. Services do not always know a size."""
+    if count is None:
+        return NONE
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.95:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} PB"
+
+
 def money(amount: float, currency: str) -> str:
-    """Two digits that tell something, and never less than cents: $12.40, $0.031, 0.0042 EUR."""
-    size = abs(amount)
-    digits = 2 if size >= 1 or size < 1e-9 else min(1 - math.floor(math.log10(size)), 9)
+    """Return two significant digits, and never less than cents: $12.40, $0.031, 0.0042 EUR."""
+    magnitude = abs(amount)
+    digits = 2 if magnitude >= 1 or magnitude < 1e-9 else min(1 - math.floor(math.log10(magnitude)), 9)
     figure = f"{amount:,.{max(digits, 2)}f}"
     return f"{figure} {currency}" if currency[:1].isalpha() else f"{currency}{figure}"
-
-
-def duration(seconds: float) -> str:
-    """4.2 s, 31 s, 1 min 12 s, 2 h 5 min, 3 d 4 h"""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3_600:
-        return f"{whole // 60} min {whole % 60} s"
-    minutes = round(seconds / 60)
-    if minutes < 1_440:
-        return f"{minutes // 60} h {minutes % 60} min"
-    hours = round(seconds / 3_600)
-    return f"{hours // 24} d {hours % 24} h"
 
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float, units: int = 2) -> str:
+    """Return the largest `units` units: 3 d 4 h, 2 h 5 min, 1 min 12 s, 31 s. Units that are 0 are left out.
+
+    Below ten seconds, the tenths are the second unit: 4.2 s.
+    """
+    if units > 1 and seconds < 9.95 and seconds != int(seconds):
+        return f"{seconds:.1f} s"
+    # From the smallest group of units to the largest: the first one that the rounded value fits into.
+    for first in reversed(range(len(UNITS_S))):
+        shown = UNITS_S[first : first + units]
+        rest = round(seconds / shown[-1][1]) * shown[-1][1]
+        if not first or rest < UNITS_S[first - 1][1]:
+            break
+    parts = []
+    for unit, length_s in shown:
+        count, rest = divmod(rest, length_s)
+        parts += [f"{count} {unit}"] if count > 0 else []
+    return " ".join(parts) or "0 s"
+
+
+def age(moment: dt.datetime | None, now: dt.datetime) -> str:
+    return NONE if moment is None else f"{duration((now - aware(moment)).total_seconds(), 1)} ago"
+
+
+def date(moment: dt.datetime, now: dt.datetime) -> str:
+    """Return a date and how long ago it was."""
+    return f"{aware(moment):%Y-%m-%d %H:%M:%S %Z} ({age(moment, now)})"
+
+
+def expiry(moment: dt.datetime | None, now: dt.datetime) -> str:
+    """Return when something expires, from now."""
+    if moment is None:
+        return "never"
+    left_s = (aware(moment) - now).total_seconds()
+    return f"in {duration(left_s, 1)}" if left_s > 0 else "expired"
+
+
+def aware(moment: dt.datetime) -> dt.datetime:
+    """Return the date with a time zone. Services that leave the time zone out mean UTC."""
+    import datetime as dt
+
+    return moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
+
+
+def utc_now() -> dt.datetime:
+    import datetime as dt
+
+    from tinkex.clock import REAL
+
+    return dt.datetime.fromtimestamp(REAL.wall(), dt.UTC)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def clean(text: str, keep: str = "") -> str:
+    """Replace control characters, except those in `keep`: text from a service must not control the user's terminal."""
+    return "".join(letter if letter.isprintable() or letter in keep else " " for letter in text)
+
+
+def cells(text: str) -> int:
+    """Return how many columns of a terminal the text takes."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def cut(text: str, width: int) -> str:
+    """Return the text, shortened to at most `width` columns."""
+    if cells(text) <= width:
+        return text
+    while text and cells(text) > width - 1:
+        text = text[:-1]
+    return f"{text.rstrip()}…" if width > 0 else ""
+
+
 def fold(text: str, encoding: str | None) -> str:
-    """The text with nothing in it that the encoding lacks."""
+    """Return the text with every character replaced that the encoding lacks."""
     if can_encode(text, encoding):
         return text
     return text.translate(ASCII).encode(encoding or "ascii", "replace").decode(encoding or "ascii")

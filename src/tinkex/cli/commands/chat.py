@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.cli.arguments import count, temperature
 from tinkex.terminal import output
+from tinkex.terminal.format import aware, clean
 
 if TYPE_CHECKING:
     import argparse
@@ -232,7 +233,7 @@ def choose(args: argparse.Namespace) -> tuple[str, str]:
     if name == LATEST:
         name = _newest_sampler(args)
     if name is not None and name.startswith("tinker://"):
-        return name, f"Talking to {output.clean(name)}{_base_of(args, name)}."
+        return name, f"Talking to {clean(name)}{_base_of(args, name)}."
     from tinkex.cli.commands.models import offered
     from tinkex.errors import ValidationError
 
@@ -247,7 +248,7 @@ def choose(args: argparse.Namespace) -> tuple[str, str]:
     if name is not None and name not in names:
         raise ValidationError(f"The service has no model {name!r}. It offers {listed}.")
     name = name or own[0]
-    return name, f"Talking to {output.clean(name)}, as it is. `tinkex chat latest` talks to what you trained last."
+    return name, f"Talking to {clean(name)}, as it is. `tinkex chat latest` talks to what you trained last."
 
 
 def _newest_sampler(args: argparse.Namespace) -> str:
@@ -261,7 +262,7 @@ def _newest_sampler(args: argparse.Namespace) -> str:
             "There is no checkpoint to talk to. training.save_weights_for_sampler(name) saves one; "
             "`tinkex chat` without `latest` talks to the base model."
         )
-    return max(found, key=lambda saved: output.aware(saved.time)).tinker_path
+    return max(found, key=lambda saved: aware(saved.time)).tinker_path
 
 
 def _base_of(args: argparse.Namespace, path: str) -> str:
@@ -278,4 +279,4 @@ def _base_of(args: argparse.Namespace, path: str) -> str:
         weights: Any = rest_client(args).get_weights_info_by_tinker_path(path).result()
     except APIStatusError:
         return ""  # not every service has the call; whether the path is right, the first message tells
-    return f", an adapter of {output.clean(weights.base_model)}"
+    return f", an adapter of {clean(weights.base_model)}"

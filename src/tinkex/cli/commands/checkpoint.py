@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.cli.arguments import count, seconds, seconds_or_keep
 from tinkex.cli.connect import rest_client
 from tinkex.terminal import output
+from tinkex.terminal.format import age, aware, clean, date, duration, expiry, size, utc_now
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tinkex.types import Checkpoint
 
 PAGE = 1000
+LOOK_S = 0.5
+"""How soon Ctrl-C is noticed where waiting for a future cannot be interrupted (Windows)."""
 COLUMNS = (
     Column("PATH"),
     Column("TYPE"),
@@ -81,7 +84,7 @@ def add(words: Words, about: str) -> None:
 
 
 def list_checkpoints(args: argparse.Namespace) -> int:
-    now = output.now()
+    now = utc_now()
     found: list[Checkpoint] = []
     is_cut = False
     for saved in listed(rest_client(args), args.run_id, args.limit if args.expires_within is None else 0):
@@ -117,13 +120,13 @@ def info(args: argparse.Namespace) -> int:
     if args.output == "json":
         output.write_json({**saved.model_dump(mode="json"), **(weights.model_dump(mode="json") if weights else {})})
         return 0
-    now = output.now()
+    now = utc_now()
     fields = [
         ("path", saved.tinker_path),
         ("type", str(saved.checkpoint_type)),
-        ("size", output.size(saved.size_bytes)),
-        ("saved", output.moment(saved.time, now)),
-        ("expires", output.until(saved.expires_at, now)),
+        ("size", size(saved.size_bytes)),
+        ("saved", date(saved.time, now)),
+        ("expires", expiry(saved.expires_at, now)),
         ("public", _yes(saved.public)),
     ]
     if weights is not None:
@@ -195,21 +198,22 @@ def download(args: argparse.Namespace) -> int:
 def download_into(args: argparse.Namespace, path: str, folder: Path, *, keep_archive: bool = False) -> list[Path]:
     """Fetch a checkpoint's files, showing how far it is. The same call goes on where an earlier one stopped."""
     from tinkex.client.download import download_checkpoint
-    from tinkex.terminal.progress_bar import DRAW_S, ProgressBar
+    from tinkex.terminal.progress_bar import ProgressBar
 
-    bar = ProgressBar()
-    future = download_checkpoint(rest_client(args), path, folder, bar.update, keep_archive=keep_archive)
-    try:
-        while not future.done():
-            _wait(future, DRAW_S)
-            bar.draw()
-        return future.result()
-    except KeyboardInterrupt:
-        future.cancel()
-        output.remark("\nStart the same command again to go on where this one stopped.")
-        raise
-    finally:
-        bar.finish()
+    with ProgressBar() as bar:
+        client = rest_client(args)
+        future = download_checkpoint(
+            client, path, folder, lambda progress: bar.update(*progress), keep_archive=keep_archive
+        )
+        try:
+            while not future.done():
+                _wait(future, LOOK_S)
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            bar.close()
+            output.remark("Run the same command again to continue where this one stopped.")
+            raise
 
 
 def folder_name(path: str) -> str:
@@ -225,9 +229,9 @@ def listed(client: RestClient, run_id: str | None, limit: int) -> Iterator[Check
     if run_id is not None:
         yield from client.list_checkpoints(run_id).result().checkpoints
         return
-    size = min(PAGE, limit + 1) if limit else PAGE  # one more than is shown, to know whether there are more
+    length = min(PAGE, limit + 1) if limit else PAGE  # one more than is shown, to know whether there are more
     offset = 0
-    while (page := client.list_user_checkpoints(limit=size, offset=offset).result()).checkpoints:
+    while (page := client.list_user_checkpoints(limit=length, offset=offset).result()).checkpoints:
         yield from page.checkpoints
         offset += len(page.checkpoints)
         if page.cursor is not None and offset >= page.cursor.total_count:
@@ -238,15 +242,15 @@ def _row(saved: Checkpoint, now: dt.datetime) -> tuple[str, ...]:
     return (
         saved.tinker_path,
         str(saved.checkpoint_type),
-        output.size(saved.size_bytes),
-        output.age(saved.time, now),
-        output.until(saved.expires_at, now),
+        size(saved.size_bytes),
+        age(saved.time, now),
+        expiry(saved.expires_at, now),
         _yes(saved.public),
     )
 
 
 def _expires_within(saved: Checkpoint, now: dt.datetime, limit_s: int) -> bool:
-    return saved.expires_at is not None and (output.aware(saved.expires_at) - now).total_seconds() <= limit_s
+    return saved.expires_at is not None and (aware(saved.expires_at) - now).total_seconds() <= limit_s
 
 
 def _yes(flag: bool) -> str:
@@ -266,7 +270,7 @@ def _change(args: argparse.Namespace, future: APIFuture[None], field: str, value
     elif field == "public":
         print(f"{args.path} is {'public' if value else 'private'} now.")
     else:
-        print(f"{args.path} {'is kept for good' if value is None else f'expires in {output.length(value)}'}.")
+        print(f"{args.path} {'is kept for good' if value is None else f'expires in {duration(value, 4)}'}.")
     return 0
 
 
@@ -276,7 +280,7 @@ def _is_confirmed(paths: list[str]) -> bool:
     if not sys.stdin.isatty():
         raise ValidationError("Deleting needs a yes: pass -y where nobody can be asked.")
     for path in paths:
-        output.remark(f"  {output.clean(path)}")
+        output.remark(f"  {clean(path)}")
     sys.stderr.write(f"Delete {'this checkpoint' if len(paths) == 1 else f'these {len(paths)} checkpoints'}? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

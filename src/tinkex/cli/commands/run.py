@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tinkex.cli.arguments import count, seconds
 from tinkex.cli.connect import rest_client
 from tinkex.terminal import output
+from tinkex.terminal.format import NONE, age, date, utc_now
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def list_runs(args: argparse.Namespace) -> int:
     if args.output == "json":
         output.write_json({"runs": runs})
         return 0
-    now = output.now()
+    now = utc_now()
     output.write_table(
         COLUMNS,
         [
@@ -68,8 +69,8 @@ def list_runs(args: argparse.Namespace) -> int:
                 found.training_run_id,
                 found.base_model,
                 _rank(found),
-                output.age(found.last_request_time, now),
-                found.last_checkpoint.checkpoint_id if found.last_checkpoint else output.NONE,
+                age(found.last_request_time, now),
+                found.last_checkpoint.checkpoint_id if found.last_checkpoint else NONE,
                 _state(found),
             )
             for found in runs
@@ -88,17 +89,17 @@ def info(args: argparse.Namespace) -> int:
     if args.output == "json":
         output.write_json(found)
         return 0
-    now = output.now()
+    now = utc_now()
     fields = [
         ("run", found.training_run_id),
         ("model", found.base_model),
         ("owner", found.model_owner),
         ("LoRA rank", _rank(found)),
         ("state", _state(found)),
-        ("last used", output.moment(found.last_request_time, now)),
+        ("last used", date(found.last_request_time, now)),
     ]
     for name, saved in (("last state", found.last_checkpoint), ("last sampler", found.last_sampler_checkpoint)):
-        text = f"{saved.tinker_path} ({output.age(saved.time, now)})" if saved else output.NONE
+        text = f"{saved.tinker_path} ({age(saved.time, now)})" if saved else NONE
         fields.append((name, text))
     fields += [(f"metadata {name}", str(value)) for name, value in (found.user_metadata or {}).items()]
     output.write_fields(fields)
@@ -118,7 +119,7 @@ def _fetch(client: RestClient, limit: int) -> tuple[list[TrainingRun], int]:
 
 
 def _rank(found: TrainingRun) -> str:
-    return str(found.lora_rank) if found.lora_rank is not None else output.NONE
+    return str(found.lora_rank) if found.lora_rank is not None else NONE
 
 
 def _state(found: TrainingRun) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.cli.service.data_folder import PLACE, add_flags, config_of, open_store
 from tinkex.terminal import output
+from tinkex.terminal.format import size
 
 if TYPE_CHECKING:
     import argparse
@@ -40,6 +41,6 @@ def backup(args: argparse.Namespace) -> int:
     if args.output == "json":
         output.write_json({"folder": str(made.folder), "things": made.things, "size_bytes": made.size_bytes})
     else:
-        print(f"{made.folder}: the database and {made.things} things it names, {output.size(made.size_bytes)}.")
+        print(f"{made.folder}: the database and {made.things} things it names, {size(made.size_bytes)}.")
         output.remark(f"To go back to it: tinkex serve --data-dir {made.folder}")
     return 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tinkex.cli.service.data_folder import PLACE, add_flags, config_of, open_store
 from tinkex.terminal import output
+from tinkex.terminal.format import size
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ def gc(args: argparse.Namespace) -> int:
         output.write_json({"removed": entries, "size_bytes": freed, "is_dry_run": args.dry_run, "files": files})
         return 0
     if found:
-        output.write_table(COLUMNS, [(entry.what, entry.why, output.size(entry.size_bytes)) for entry in found])
+        output.write_table(COLUMNS, [(entry.what, entry.why, size(entry.size_bytes)) for entry in found])
     also = f", and {files} files of the journal" if files else ""
-    output.remark(f"{'Would free' if args.dry_run else 'Freed'} {output.size(freed)} in {len(found)} places{also}.")
+    output.remark(f"{'Would free' if args.dry_run else 'Freed'} {size(freed)} in {len(found)} places{also}.")
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.cli.service.data_folder import PLACE, add_flags, config_of, new_store, open_store
 from tinkex.terminal import output
+from tinkex.terminal.format import age, utc_now
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ def list_keys(args: argparse.Namespace) -> int:
     if not found:
         output.remark("No keys: on loopback everybody is let in. `tinkex key create NAME` makes one.")
         return 0
-    now = output.now()
-    ages = [output.age(dt.datetime.fromtimestamp(key.created_at, dt.UTC), now) for key in found]
+    now = utc_now()
+    ages = [age(dt.datetime.fromtimestamp(key.created_at, dt.UTC), now) for key in found]
     output.write_table(
         COLUMNS,
         [

@@ -57,25 +57,25 @@ def serve(args: argparse.Namespace) -> int:
         args.api_keys = [*(args.api_keys or ()), args.api_key]
     config = config_of(args)
     from tinkex.local_service import needs_local
-    from tinkex.terminal.progress_bar import Fetching
+    from tinkex.terminal.progress_bar import ProgressBar
 
     needs_local("tinkex serve")
     _set_up_logging(config, args)
     is_alone = _stop_when_stdin_closes() if args.private else None
     from tinkex.server.main import serve as run
 
-    fetching = Fetching()
+    bar = ProgressBar()
 
     def on_ready(url: str) -> None:
-        fetching.finish()
+        bar.close()
         announce(
             config, url, as_json=args.output == "json", needs_key=bool(config.api_keys) or _has_stored_keys(config)
         )
 
     try:
-        return run(config, on_ready=on_ready, progress=fetching.update)
+        with bar:
+            return run(config, on_ready=on_ready, progress=bar.update)
     finally:
-        fetching.finish()
         if is_alone is not None and is_alone.is_set():
             # A program that is still there reads the log first and removes the folder itself.
             import shutil
