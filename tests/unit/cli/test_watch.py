@@ -59,7 +59,7 @@ def test_a_path_and_latest_mean_a_run_too(run: Tinkex, service: ScriptedService,
 
 
 def test_no_run_at_all_and_a_wrong_id_are_said(run: Tinkex, service: ScriptedService) -> None:
-    assert run("run", "watch", "latest").err.startswith("tinkex: There is no run yet.")
+    assert run("run", "watch", "latest").err.startswith("tinkex: There is no training run yet.")
     ran = run("run", "watch", "nobody")
     assert (ran.code, ran.err) == (1, "tinkex: Not found (HTTP 404: training run 'nobody' is not known).\n")
 
@@ -70,7 +70,7 @@ def test_a_service_that_does_not_tell_steps_is_one_sentence(
     service.script.on("run_steps", do=Status(404, "no such call"))
     ran = run("run", "watch", saved.run_id)
     assert ran.code == 1
-    assert ran.err.startswith("tinkex: This service does not tell a run's steps")
+    assert ran.err.startswith("tinkex: This service does not report the steps of a run")
     assert f"tinkex run info {saved.run_id}" in ran.err
 
 

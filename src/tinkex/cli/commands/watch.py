@@ -1,4 +1,4 @@
-"""`tinkex run watch`: a run's steps as they are made. A curve and one line that is renewed, or a line for each step."""
+"""`tinkex run watch`: shows the steps of a run as they happen, with a curve on a terminal, else a line per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LATEST = "latest"
 POLL_S = 1.0
 LEAST_ROWS = 16
-"""A terminal with fewer rows shows the line alone."""
+"""A terminal with fewer rows shows only the line."""
 MOST_ROWS = 16
 
 
@@ -66,23 +66,23 @@ def _follow(
         page = next_page(client, run_id, after)
 
 
-def run_of(client: RestClient, given: str) -> str:
-    """The id that is meant: `latest`, a checkpoint's path, or an id."""
+def run_of(client: RestClient, name: str) -> str:
+    """Return the id of the run that the user named: by `latest`, by a checkpoint's path, or by its id."""
     from tinkex.errors import ValidationError
     from tinkex.types import ParsedCheckpointTinkerPath
 
-    if given.startswith("tinker://"):
-        return ParsedCheckpointTinkerPath.from_tinker_path(given).training_run_id
-    if given != LATEST:
-        return given
+    if name.startswith("tinker://"):
+        return ParsedCheckpointTinkerPath.from_tinker_path(name).training_run_id
+    if name != LATEST:
+        return name
     runs = client.list_training_runs(limit=100).result().training_runs
     if not runs:
-        raise ValidationError("There is no run yet. `tinkex run list` shows them once there are.")
-    return max(runs, key=lambda found: aware(found.last_request_time)).training_run_id
+        raise ValidationError("There is no training run yet. Start one, or name another service with TINKER_BASE_URL.")
+    return max(runs, key=lambda run: aware(run.last_request_time)).training_run_id
 
 
 def next_page(client: RestClient, run_id: str, after: int) -> RunStepsResponse:
-    """The steps after a number. A service that knows the run but not the question is told from a wrong id."""
+    """Return the steps after `after`. On 404, find out whether the run is unknown or the service lacks the call."""
     from tinkex.errors import NotFoundError, TinkexError
 
     try:
@@ -90,13 +90,13 @@ def next_page(client: RestClient, run_id: str, after: int) -> RunStepsResponse:
     except NotFoundError:
         client.get_training_run(run_id).result()
         raise TinkexError(
-            "This service does not tell a run's steps, so there is nothing to watch; `tinkex serve` does. "
-            f"What it knows of the run: tinkex run info {run_id}"
+            "This service does not report the steps of a run, so there is nothing to watch; `tinkex serve` does. "
+            f"To see what it knows about the run: tinkex run info {run_id}"
         ) from None
 
 
 def line_of(number: int, step: RunStep) -> str:
-    """One step in one line."""
+    """Return one step as one line."""
     parts = [f"step {number}", f"loss {step.loss:.4f}" if step.loss is not None else f"loss {NONE}"]
     if step.evaluation_loss is not None:
         parts.append(f"evaluation {step.evaluation_loss:.4f}")
