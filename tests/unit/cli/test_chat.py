@@ -141,7 +141,7 @@ def test_a_checkpoint_that_cannot_be_sampled_is_refused_with_where_to_look(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((400, ['{"error": {"message": "max_tokens: too many."}}']), "rejected the request (HTTP 400: max_tokens: too many)"),
+        ((400, ['{"error": {"message": "max_tokens: too many."}}']), "request (HTTP 400: max_tokens: too many)"),
         ((404, ['{"detail": "no such call"}']), "Not found (HTTP 404: no such call)"),
         ((200, [chunk("Hel"), '{"error": {"message": "The engine died."}}']), "The engine died."),
         ((200, [chunk("Hel")]), "The answer broke off"),

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from tinkex.cli.connect import config_for
 from tinkex.cli import parser
+from tinkex.cli.connect import config_for
 from tinkex.testing import Answer, Drop, Hang, ScriptedService, Status
 
 from .conftest import KEY, Saved, Tinkex, start
