@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tinkex import errors, settings
-from tinkex.cli import main as cli
+from tinkex.cli import parser as cli
 from tinkex.rules.losses import EMPTY_MASK, LOSSES
 
 ROOT = PAGES = Path(__file__).resolve().parent.parent
@@ -235,7 +235,7 @@ def _sentence(kind: Error) -> str:
 
 def command_pages() -> str:
     # Named here so that each of them is loaded.
-    return "\n\n".join(_command(parser) for parser in _parsers(cli.parser(list(cli.NOUNS))))
+    return "\n\n".join(_command(parser) for parser in _parsers(cli.build_parser(list(cli.COMMANDS))))
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

@@ -27,7 +27,7 @@ ARROWS = {
     "clock": set(),
     "_version": set(),
     "redact": set(),
-    "terminal": {"errors", "clock", "settings", "client"},
+    "terminal": {"errors", "clock"},
     "settings": {"errors"},
     "events": {"errors"},
     "types": {"errors"},

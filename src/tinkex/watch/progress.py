@@ -16,8 +16,8 @@ from tinkex import events
 from tinkex.clock import REAL, Clock
 from tinkex.errors import ConfigError, ValidationError
 from tinkex.terminal import curve as curves
+from tinkex.terminal import live as live_lines
 from tinkex.terminal import screen as screens
-from tinkex.terminal.line import can_encode
 from tinkex.watch import prices as price_tables
 from tinkex.watch.prices import Price, Prices, PriceTable
 from tinkex.watch.report import Report
@@ -173,7 +173,7 @@ class Progress:
         """Like `print`, above the line and without spoiling it."""
         text = " ".join(map(str, values))
         if self._screen is None:
-            print(text, file=self._file or screens.default_file())
+            print(text, file=self._file or live_lines.default_file())
         else:
             self._screen.print(text)
 
@@ -185,8 +185,8 @@ class Progress:
             points = list(self.notes[name])
         else:
             raise ValidationError(f"There is no curve of {name!r}. There are: {', '.join(['loss', *self.notes])}.")
-        encoding = getattr(self._file or screens.default_file(), "encoding", None)
-        return curves.draw(points, name, width, height, is_ascii=not can_encode("⣿└", encoding))
+        encoding = getattr(self._file or live_lines.default_file(), "encoding", None)
+        return curves.draw(points, name, width, height, encoding)
 
     def __iter__(self) -> Iterator[int]:
         """The steps, counted from 0 (or `start`), until they are done or the budget is."""
@@ -201,7 +201,7 @@ class Progress:
             raise ValidationError("This progress has been used already. Make another with tinkex.progress(...).")
         self._pid = os.getpid()
         self._tally.begin()
-        file = screens.default_file() if self._file is None else self._file
+        file = live_lines.default_file() if self._file is None else self._file
         self._stops = [
             events.on("start", self._tally.started),
             events.on("step", self._tally.ended),

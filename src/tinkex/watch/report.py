@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tinkex.clock import Clock
 from tinkex.terminal.curve import Point
-from tinkex.terminal.line import Part, bar, clean, duration, fit, money, number, plural
+from tinkex.terminal.format import clean, duration, money, number, plural
+from tinkex.terminal.line import LinePart, bar, fit
 from tinkex.watch.prices import CURRENCY, Prices
 from tinkex.watch.tally import Tally
 
@@ -41,15 +42,15 @@ class Report:
         self._said_at, self._said = now, (step, queue)
         return fit(self._parts(with_bar=False), 1_000)
 
-    def remark(self) -> str | None:
-        """Once, where nothing but the caller's own code could end a loop that has used up its budget."""
+    def remarks(self) -> list[str]:
+        """Return one warning if the budget is used up and only the caller's own code can end the loop."""
         if self._has_warned or self._budget is None or self._tally.cost <= self._budget or self._tally.given:
-            return None
+            return []
         self._has_warned = True
-        return (
-            f"{self._name}The budget of {self.money(self._budget)} is passed: {self.money(self._tally.cost)} after "
-            f"{plural(self._tally.step, 'step')}. Iterate over the progress to be stopped, or ask is_over_budget."
-        )
+        return [
+            f"{self._name}The budget of {self.money(self._budget)} is exceeded: {self.money(self._tally.cost)} after "
+            f"{plural(self._tally.step, 'step')}. Iterate over the progress to be stopped, or check is_over_budget."
+        ]
 
     def last(self, problem: BaseException | None, stopped_by: str, seconds: float) -> str:
         """`100 steps · loss 2.31 → 0.42 · 48,200 tokens · 1 min 12 s · $0.03`"""
@@ -74,23 +75,23 @@ class Report:
     def money(self, amount: float) -> str:
         return money(amount, CURRENCY if self._prices is None else self._prices.currency)
 
-    def _parts(self, *, with_bar: bool) -> list[Part]:
+    def _parts(self, *, with_bar: bool) -> list[LinePart]:
         tally, steps, step = self._tally, self._steps, self._tally.step
         rate, left_s = tally.tokens_per_s(), None if steps is None else tally.seconds_left(steps)
         at_end = None if steps is None or self._prices is None else tally.cost_at(steps)
         return [
-            Part(f"{self._name}step {step:,}" + ("" if steps is None else f"/{steps:,}")),
-            Part(bar(step, steps) if with_bar and steps else "", 7),
-            *(Part(f"{name} {number(values[-1])}", 1) for name, values in self._curves()),
-            Part(plural(tally.tokens, "token") if tally.tokens else "", 6),
-            Part(f"{rate:,.0f} tokens/s" if rate else "", 5),
-            Part("" if left_s is None or step == steps else f"{duration(left_s)} left", 2),
-            Part(
+            LinePart(f"{self._name}step {step:,}" + ("" if steps is None else f"/{steps:,}")),
+            LinePart(bar(step, steps) if with_bar and steps else "", 7),
+            *(LinePart(f"{name} {number(values[-1])}", 1) for name, values in self._curves()),
+            LinePart(plural(tally.tokens, "token") if tally.tokens else "", 6),
+            LinePart(f"{rate:,.0f} tokens/s" if rate else "", 5),
+            LinePart("" if left_s is None or step == steps else f"{duration(left_s)} left", 2),
+            LinePart(
                 "" if self._prices is None else self._cost(),
                 3,
                 "" if at_end is None else f"of about {self.money(at_end)}",
             ),
-            Part(self._queue()),
+            LinePart(self._queue()),
         ]
 
     def _cost(self) -> str:

@@ -96,7 +96,7 @@ def test_gc_removes_what_expired_and_what_nothing_names_and_keeps_the_rest(run: 
 def test_gc_dry_run_says_what_would_go_and_removes_nothing(run: Tinkex, data: Data) -> None:
     gone = data.checkpoint("gone", expires_at=data.now - 1)
     ran = run("gc", "--dry-run")
-    assert gone.path in ran.out and "Would free" in ran.err
+    assert gone.path in ran.out and "Would delete" in ran.err
     assert data.store.get_checkpoint(gone.path) == gone
     assert (data.folder / gone.folder).is_dir()
 

@@ -240,7 +240,7 @@ def test_without_iterating_a_passed_budget_is_a_warning(training: tinkex.Trainin
         assert progress.is_over_budget
     said = [line for line in file.getvalue().splitlines() if "budget" in line]
     assert len(said) == 1
-    assert said[0].startswith("The budget of $0.020 is passed: $0.0")
+    assert said[0].startswith("The budget of $0.020 is exceeded: $0.0")
 
 
 def test_the_estimate_is_what_it_comes_to(training: tinkex.TrainingClient) -> None:

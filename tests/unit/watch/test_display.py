@@ -11,9 +11,8 @@ import threading
 import pytest
 
 import tinkex
+from tests.unit.terminal.emulator import Terminal
 from tests.unit.watch.conftest import MODEL, PRICES, train
-from tests.unit.watch.terminal import Terminal
-from tinkex.terminal.screen import mode_of, show
 from tinkex.testing import Pending, ScriptedService
 
 
@@ -113,35 +112,6 @@ def test_many_threads_with_a_progress_each_spoil_nothing(service: tinkex.Service
     assert sorted(row.split(" · ")[0] for row in rows[:4]) == [f"run {number}: 5 steps" for number in range(4)]
 
 
-def test_nothing_is_left_of_what_was_drawn_over() -> None:
-    class Said:
-        text = "a long line"
-
-        def live(self, width: int) -> str:
-            return self.text
-
-        def due(self) -> str | None:
-            return None
-
-        def remark(self) -> str | None:
-            return None
-
-    first, second = Said(), Said()
-    with Terminal() as terminal:
-        screen = show(first, terminal.file, None, 0.01)
-        terminal.wait_for(lambda rows: rows == ["a long line"])
-        first.text = "short"
-        terminal.wait_for(lambda rows: rows == ["short"])
-        assert show(second, terminal.file, None, 0.01) is screen
-        terminal.wait_for(lambda rows: rows == ["short", "a long line"])
-        screen.print("x")
-        terminal.wait_for(lambda rows: rows == ["x", "short", "a long line"])
-        screen.remove(first, "1")
-        terminal.wait_for(lambda rows: rows == ["x", "1", "a long line"])
-        screen.remove(second, "2")
-        terminal.wait_for(lambda rows: rows == ["x", "1", "2", ""])
-
-
 def test_what_is_printed_through_it_stands_above_the_line(training: tinkex.TrainingClient) -> None:
     with Terminal() as terminal:
         with tinkex.progress(training, 3, every_s=0.01, file=terminal.file) as progress:
@@ -190,17 +160,6 @@ def test_a_notebook_gets_one_line_by_carriage_returns_alone(training: tinkex.Tra
             assert len(after) >= len(before.rstrip())
 
 
-def test_live_is_found_out_and_can_be_overruled() -> None:
-    class Bare:
-        """Cannot tell whether it is a terminal."""
-
-    assert mode_of(Bare(), None) == mode_of(io.StringIO(), None) == mode_of(None, True) == "plain"
-    assert mode_of(Bare(), True) == "notebook"
-    with Terminal() as terminal:
-        assert mode_of(terminal.file, None) == mode_of(terminal.file, True) == "terminal"
-        assert mode_of(terminal.file, False) == "plain"
-
-
 def test_a_file_that_cannot_be_written_is_said_once_and_the_loop_goes_on(
     training: tinkex.TrainingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,7 +179,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_the_loop_goes_on(
             progress.print("anything")
     assert len(progress.history) == 3
     assert [record.getMessage() for record in caplog.records if record.name == "tinkex.progress"] == [
-        "The progress cannot be shown any more: [Errno 28] No space left on device"
+        "Progress can no longer be shown: [Errno 28] No space left on device"
     ]
 
 

@@ -1,29 +1,22 @@
-"""Tables that fit, sizes that may be unknown, and text that cannot drive a terminal."""
+"""Tables that fit the terminal, and text that cannot control it."""
 
 from __future__ import annotations
 
-import datetime as dt
-import io
 import sys
 
 import pytest
 
+from tests.unit.terminal.emulator import TerminalFile
 from tinkex.terminal import output
 from tinkex.terminal.output import Column
 
 COLUMNS = (Column("PATH"), Column("SIZE", is_number=True), Column("TYPE"))
 LONG = "tinker://6f5f0b43-0000-4000-8000-000000000000:train:0/weights/0001"
-NOW = dt.datetime(2026, 5, 1, tzinfo=dt.UTC)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> TerminalFile:
     """A terminal for stdout. Not a fixture: pytest puts its own stdout back before the test begins."""
-    stream = Terminal()
+    stream = TerminalFile()
     monkeypatch.setattr(sys, "stdout", stream)
     return stream
 
@@ -72,28 +65,3 @@ def test_text_from_the_service_cannot_drive_the_terminal(monkeypatch: pytest.Mon
     output.write_fields([("name", "\x1b[2Jgone")])
     assert not set(terminal.getvalue()) & {"\x1b", "\x07"}
     assert len(terminal.getvalue().splitlines()) == 3
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(None, "–"), (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (27_100_000, "27.1 MB"), (10**15, "1.0 PB")],
-)
-def test_sizes_read_well_and_an_unknown_size_is_a_dash(count: int | None, text: str) -> None:
-    assert output.size(count) == text
-
-
-def test_moments_without_a_time_zone_are_utc() -> None:
-    naive = dt.datetime(2026, 4, 30, 21)
-    assert output.age(naive, NOW) == "3 h ago"
-    assert output.until(naive, NOW) == "expired"
-    assert output.until(dt.datetime(2026, 5, 3), NOW) == "in 2 d"
-    assert output.moment(naive, NOW) == "2026-04-30 21:00:00 UTC (3 h ago)"
-    assert output.until(None, NOW) == "never"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(604_800, "7 d"), (129_600, "1 d 12 h"), (90, "1 min 30 s"), (3600, "1 h"), (1, "1 s"), (0, "0 s")],
-)
-def test_a_length_of_time_is_told_to_the_second(seconds: int, shown: str) -> None:
-    assert output.length(seconds) == shown

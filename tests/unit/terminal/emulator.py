@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -15,6 +16,13 @@ from types import TracebackType
 from typing import Self
 
 CODES = re.compile(r"\x1b\[(\d*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
+
+
+class TerminalFile(io.StringIO):
+    """Text in memory that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class Terminal:
