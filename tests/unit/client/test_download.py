@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -297,7 +297,7 @@ def test_a_place_that_cannot_be_written_is_named(
 # -- archives ---------------------------------------------------------------------------------------------------------
 
 
-def make_tar(path: Path, *members: tarfile.TarInfo, mode: str = "w") -> Path:
+def make_tar(path: Path, *members: tarfile.TarInfo, mode: Literal["w", "w:gz", "w:bz2", "w:xz"] = "w") -> Path:
     with tarfile.open(path, mode) as tar:
         for member in members:
             member.size = 4 if member.isfile() else 0
