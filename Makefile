@@ -38,6 +38,7 @@ test-full: prepare-full  ## the long ones too
 check: $(READY)  ## formatting, lint, spelling, types of the package, the tests and the examples
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/mypy examples
 	$(BIN)/pyright
