@@ -35,9 +35,10 @@ test: prepare  ## all tests that fit into a few minutes
 test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
 
-check: $(READY)  ## formatting, lint, types
+check: $(READY)  ## formatting, lint, spelling, types of the package, the tests and the examples
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/mypy examples
 	$(BIN)/pyright

@@ -68,10 +68,12 @@ def room(path: Path) -> str:
 
 def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             names = (
                 [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "tinkex" else [node.module]
             )

@@ -29,7 +29,7 @@ def test_every_test_named_for_a_promise_exists() -> None:
 def test_no_docstring_speaks_of_papers_outside_the_repository() -> None:
     """Codes of rows and names of private notes say nothing to a reader."""
     code = re.compile(
-        r"\b[Rr]ows? [TCHO]\d|\((?:row )?[TCHO]\d+\)|\b[Dd]efects? \d|§"
+        r"\b[Rr]ows? [TCHO]\d|\((?:row )?[TCHO]\d+\)|(?:Defect|defect)s? \d|§"
         r"|\b(?:better|decisions|protocol|surface|losses|peers|engine-notes|architecture)\.md\b"
     )
     roots = [HERE, HERE.parent / "src", HERE.parent / "scripts", HERE.parent / "examples", HERE.parent / "docs"]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 if __package__:
     from . import cookbook_forms
 else:  # run as a script
-    import cookbook_forms
+    import cookbook_forms  # type: ignore[no-redef]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

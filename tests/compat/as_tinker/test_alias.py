@@ -222,7 +222,7 @@ def test_an_awaitable_concurrent_future_gives_what_the_inner_one_got(tinker: Mod
     inner.set_result(7)
 
     async def wait() -> int:
-        return await outer
+        return int(await outer)
 
     assert outer.result(1) == asyncio.run(wait()) == 7
     failed: concurrent.futures.Future[int] = concurrent.futures.Future()

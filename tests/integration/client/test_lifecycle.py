@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -262,7 +263,11 @@ def test_work_in_flight_outlives_its_client_object(service: ScriptedService) -> 
     service.script.on(["asample", "optim_step"], do=Work(0.2))
     client = tinkex.ServiceClient(base_url=service.url, api_key="tml-gone", telemetry=False)
     training, sampler = client.create_lora_training_client(MODEL), client.create_sampling_client(base_model=MODEL)
-    futures = [training.optim_step(step()), training.optim_step(step()), sampler.sample(prompt(), 1, ONE_TOKEN)]
+    futures: list[tinkex.APIFuture[Any]] = [
+        training.optim_step(step()),
+        training.optim_step(step()),
+        sampler.sample(prompt(), 1, ONE_TOKEN),
+    ]
     del client, training, sampler
     gc.collect()
     assert all(future.result(20) is not None for future in futures)
@@ -272,7 +277,11 @@ def test_work_in_flight_finishes_when_its_client_is_closed(service: ScriptedServ
     service.script.on(["asample", "optim_step"], do=Work(0.2))
     client = connect(service)
     training, sampler = client.create_lora_training_client(MODEL), client.create_sampling_client(base_model=MODEL)
-    futures = [training.optim_step(step()), training.optim_step(step()), sampler.sample(prompt(), 1, ONE_TOKEN)]
+    futures: list[tinkex.APIFuture[Any]] = [
+        training.optim_step(step()),
+        training.optim_step(step()),
+        sampler.sample(prompt(), 1, ONE_TOKEN),
+    ]
     client.close().result(10)
     assert all(future.result(20) is not None for future in futures)
 
@@ -280,7 +289,7 @@ def test_work_in_flight_finishes_when_its_client_is_closed(service: ScriptedServ
 def test_limits_are_shared_by_service_and_key_and_by_nothing_else() -> None:
     with ScriptedService(base_models=[MODEL]) as one, ScriptedService(base_models=[MODEL]) as other:
 
-        def limiter(url: str, key: str, **options: float) -> object:
+        def limiter(url: str, key: str, **options: Any) -> object:
             with tinkex.ServiceClient(base_url=url, api_key=key, telemetry=False, **options) as client:
                 return client.create_sampling_client(base_model=MODEL)._session.link().limiter
 
@@ -323,7 +332,7 @@ def test_a_service_gone_dead_fails_every_future_within_its_deadline_with_the_cau
     client = connect(service, unreachable_s=1.0, deadline_s=4.0 if how == "silent" else 60.0, timeout_s=0.5)
     training, sampler = client.create_lora_training_client(MODEL), client.create_sampling_client(base_model=MODEL)
     service.script.on(["asample", "forward_backward"], do=Work(30.0))
-    futures: list[tinkex.APIFuture[object]] = [training.forward_backward([datum()], "cross_entropy")]
+    futures: list[tinkex.APIFuture[Any]] = [training.forward_backward([datum()], "cross_entropy")]
     futures += [sampler.sample(prompt(), 1, ONE_TOKEN) for _ in range(20)]
     service.wait_for_requests("asample", 20)
     service.wait_for_requests("retrieve_future", 22)

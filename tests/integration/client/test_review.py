@@ -91,7 +91,8 @@ def test_a_letter_interrupted_by_ctrl_c_does_not_silence_the_next_ones() -> None
                 raise KeyboardInterrupt
             deliver()
 
-    loop, got = Loop(), []
+    loop = Loop()
+    got: list[object] = []
     mailbox = Mailbox(loop)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         mailbox.post(got.append, 1)

@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ KEY = "tml-very-secret-key-0123456789"
 Connect = Callable[..., tinkex.ServiceClient]
 
 
-def client_of(service: ScriptedService, **options: object) -> tinkex.ServiceClient:
+def client_of(service: ScriptedService, **options: Any) -> tinkex.ServiceClient:
     return tinkex.ServiceClient(base_url=service.url, api_key=KEY, **options)
 
 
@@ -123,7 +124,8 @@ def test_a_token_that_ran_out_is_traded_once_and_nothing_is_lost() -> None:
             service.script.on("*", do=Status(401, "expired"), where=lambda r: r.headers.get("x-api-key") == old)
             steps = [training.optim_step(step()) for _ in range(3)]
             samples = [sampler.sample(prompt(), 1, tinkex.SamplingParams(max_tokens=2)) for _ in range(10)]
-            assert all(future.result(20) is not None for future in [*steps, *samples])
+            futures: list[tinkex.APIFuture[Any]] = [*steps, *samples]
+            assert all(future.result(20) is not None for future in futures)
             assert connection.auth.header == "eyJ.new.token"
         assert len(service.requests_to("auth_token")) == 2
         assert [seq_id for _, seq_id, _ in service.executed] == [1, 2, 3]

@@ -152,7 +152,7 @@ def test_a_client_from_state_has_the_rank_and_flags_of_the_saved_adapter(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
     client = connect(proto_service)
-    flags = {"train_mlp": False, "train_attn": True, "train_unembed": False}
+    flags: dict[str, Any] = {"train_mlp": False, "train_attn": True, "train_unembed": False}
     first = client.create_lora_training_client(MODEL, rank=4, seed=3, **flags)
     path = first.save_state("here").result(20).path
     for create in (

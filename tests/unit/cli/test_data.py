@@ -12,7 +12,6 @@ import pytest
 
 from tinkex.clock import REAL
 from tinkex.errors import TinkexError
-from tinkex.store import backup as store_backup
 from tinkex.store.backup import back_up
 from tinkex.store.lock import DataLock
 from tinkex.store.payloads import MAX_INLINE_BYTES
@@ -34,7 +33,7 @@ class Data:
         self.store = Store.open(f"sqlite:///{folder / 'tinkex.db'}", folder)
         self.store.add_session(SessionRecord(id="s", tenant="local", created_at=self.now, seen_at=self.now))
         run: dict[str, Any] = {"train_attn": True, "train_mlp": True, "train_unembed": True, "seed": 0, "rank": 4}
-        times = {"created_at": self.now, "last_request_at": self.now}
+        times: dict[str, Any] = {"created_at": self.now, "last_request_at": self.now}
         self.run = RunRecord(id="s:train:0", tenant="local", session_id="s", base_model="tinkex/tiny", **run, **times)
         creation = OperationRecord(
             request_id="r0", run_id=self.run.id, tenant="local", seq_id=0, kind="create", digest="0"
@@ -215,7 +214,7 @@ def test_a_disk_that_fails_is_not_taken_for_a_file_that_went(
     def full(source: Path, target: Path) -> None:
         raise shutil.Error([(str(source), str(target), "[Errno 28] No space left on device")])
 
-    monkeypatch.setattr(store_backup.shutil, "copytree", full)
+    monkeypatch.setattr(shutil, "copytree", full)
     with pytest.raises(shutil.Error, match="No space left"):
         back_up(data.store, data.folder, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

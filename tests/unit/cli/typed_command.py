@@ -81,9 +81,7 @@ class Terminal:
     def __enter__(self) -> Terminal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, problem: BaseException | None, trace: TracebackType | None) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -8,7 +8,7 @@ import io
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -287,7 +287,7 @@ def test_a_place_that_cannot_be_written_is_named(service: ScriptedService, link:
 # -- archives ---------------------------------------------------------------------------------------------------------
 
 
-def make_tar(path: Path, *members: tarfile.TarInfo, mode: str = "w") -> Path:
+def make_tar(path: Path, *members: tarfile.TarInfo, mode: Literal["w", "w:gz", "w:bz2", "w:xz"] = "w") -> Path:
     with tarfile.open(path, mode) as tar:
         for member in members:
             member.size = 4 if member.isfile() else 0

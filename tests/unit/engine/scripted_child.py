@@ -18,6 +18,7 @@ from typing import Any
 from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.frames import Frame
 from tinkex.engine.process import main
+from tinkex.engine.process.loop import Loop, Send
 
 
 class Trainer:
@@ -104,7 +105,7 @@ class Sampler:
         return events
 
 
-def load(start: Mapping[str, Any], send: main.Send) -> main.Loop:
+def load(start: Mapping[str, Any], send: Send) -> Loop:
     name = start["models"][0]["name"]
     send(0, Frame({"news": "loading", "what": name}))
     match name:
@@ -115,7 +116,7 @@ def load(start: Mapping[str, Any], send: main.Send) -> main.Loop:
         case "garbage":
             send(0, Frame({"no": "news"}))
     send(0, Frame({"news": "ready", "threads": 1, "device": "cpu"}))
-    return main.Loop(Trainer(), Sampler(), send)  # type: ignore[arg-type]
+    return Loop(Trainer(), Sampler(), send)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.engine import scripted_child
+from tinkex.clock import REAL
 from tinkex.engine import host
 from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo, Sampled, SampleEvent, SampleSpec, Tokens
 from tinkex.engine.frames import Frame, packet_parts
@@ -65,7 +66,7 @@ def with_engine(test: Test, name: str = "model", clock: FakeClock | None = None)
     """Run a test on a started engine, and close it."""
 
     async def run() -> None:
-        engine = LocalEngine([ModelInfo(name=name, folder="")], **({} if clock is None else {"clock": clock}))
+        engine = LocalEngine([ModelInfo(name=name, folder="")], clock=clock or REAL)
         try:
             await engine.start()
             async with asyncio.timeout(20):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
+import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +72,7 @@ def test_another_build_has_the_same_bytes(builder: ModuleType, tmp_path: Path) -
 def test_threads_are_torchs_own_whatever_else_was_loaded(tmp_path: Path) -> None:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         loaded = next(line.split()[-1] for line in maps if "libgomp" in line)
-    stranger = ctypes.CDLL(shutil.copy(loaded, tmp_path / "libgomp-000.so"))
+    stranger = ctypes.CDLL(str(shutil.copy(loaded, tmp_path / "libgomp-000.so")))
     torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
     def place(library: ctypes.CDLL) -> Any:
@@ -160,7 +162,7 @@ def _attention_only(heads: int, keys: int, width: int) -> Weights:
     """The weights of a model, of which attention needs the shape alone."""
     import transformers
 
-    sizes = {"hidden_size": 72, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 40}
+    sizes: dict[str, Any] = {"hidden_size": 72, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 40}
     config = transformers.LlamaConfig(num_attention_heads=heads, num_key_value_heads=keys, head_dim=width, **sizes)
     return fuse(transformers.AutoModelForCausalLM.from_config(config))
 
@@ -203,7 +205,8 @@ def test_scores_beyond_the_range_of_float32_hide_nothing_that_is_within(found: K
     keys[:, :, :64], qkv[:, :16] = -3e38, qkv[:, :16].abs() + 10
     layers = [RowLayer(), RowLayer()]
     results = []
-    for steps, layer in zip((KernelSteps(weights, found), TorchSteps(weights)), layers, strict=True):
+    both: tuple[Any, Any] = (KernelSteps(weights, found), TorchSteps(weights))
+    for steps, layer in zip(both, layers, strict=True):
         layer.update(keys.clone(), values.clone())
         steps.begin([Next(0, 0, 70, None)], 71)
         results.append(steps.attend(layer, qkv.clone(), needs_total=False).out_BKGW)
@@ -268,7 +271,8 @@ def test_every_family_samples_the_same_with_kernels_and_without(
 ) -> None:
     model = load(saved(tmp_path / "model", kind, **{**PACKED[kind], "head_dim": 16}), CPU, torch.float32)
     places = []
-    for number, (rank, flags) in enumerate([(3, {}), (5, {"train_attn": False}), (5, {})]):
+    adapters: list[tuple[int, dict[str, Any]]] = [(3, {}), (5, {"train_attn": False}), (5, {})]
+    for number, (rank, flags) in enumerate(adapters):
         session = Session(model)
         randomise(session.create(rank=rank, **flags), seed=number)
         places.append(str(tmp_path / f"adapter{number}"))
@@ -326,6 +330,6 @@ def test_without_its_library_everything_runs_and_the_log_says_so(
 
 @pytest.mark.parametrize("system", [("darwin", "x86_64"), ("linux", "aarch64")])
 def test_on_another_machine_nothing_is_loaded(system: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding.sys, "platform", system[0])
-    monkeypatch.setattr(binding.platform, "machine", lambda: system[1])
+    monkeypatch.setattr(sys, "platform", system[0])
+    monkeypatch.setattr(platform, "machine", lambda: system[1])
     assert binding.find.__wrapped__() is None

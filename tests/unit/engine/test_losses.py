@@ -66,11 +66,11 @@ def test_kl_divergence_of_equal_distributions_is_zero_and_never_negative() -> No
 
 def test_cispo_and_gspo_send_their_gradient_through_lp_alone() -> None:
     lp = LP.clone().requires_grad_()
-    compute("cispo", lp, logprobs=Q, advantages=A)[0].backward()  # type: ignore[no-untyped-call]
+    compute("cispo", lp, logprobs=Q, advantages=A)[0].backward()
     assert lp.grad is not None
     torch.testing.assert_close(lp.grad, -torch.tensor([1.2 * 1, 1 * -2, 0.8 * 3]))
     lp = LP.clone().requires_grad_()
-    compute("gspo", lp, logprobs=Q, advantages=A, sequence_ratio_mask=[1, 1, 1])[0].backward()  # type: ignore[no-untyped-call]
+    compute("gspo", lp, logprobs=Q, advantages=A, sequence_ratio_mask=[1, 1, 1])[0].backward()
     assert lp.grad is not None
     torch.testing.assert_close(lp.grad, -torch.tensor(A))
 
@@ -81,7 +81,7 @@ def test_a_token_without_advantage_costs_nothing_however_wrong_its_logprob(name:
     lp = LP.clone().requires_grad_()
     mask = {"sequence_ratio_mask": [0, 1, 1]} if name == "gspo" else {}
     loss, metrics = compute(name, lp, None, logprobs=[-1000.0, *Q[1:].tolist()], advantages=[0.0, -2.0, 3.0], **mask)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert lp.grad is not None and bool(lp.grad.isfinite().all()) and float(lp.grad[0]) == 0.0
     assert all(math.isfinite(number) for number in (float(loss.detach()), *metrics.values()))
 

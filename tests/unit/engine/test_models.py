@@ -320,7 +320,7 @@ class TestSmollm2:
     """The GGUF fallback, which made the session's folder."""
 
     def test_both_names_give_one_model_that_says_where_it_is_from(self, smollm2_info: ModelInfo) -> None:
-        from tests.unit.engine.conftest import CACHE
+        from tests.prepare import CACHE
 
         assert registry.resolve(smollm2.NAME, CACHE) == smollm2_info
         assert smollm2_info.names == ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m")
@@ -351,7 +351,7 @@ class TestSmollm2:
     def test_once_made_it_is_used_even_if_the_hub_is_back(
         self, smollm2_info: ModelInfo, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tests.unit.engine.conftest import CACHE
+        from tests.prepare import CACHE
 
         def not_asked(name: str) -> None:
             raise AssertionError("the hub's cache was asked")

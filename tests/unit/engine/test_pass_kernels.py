@@ -31,7 +31,7 @@ from tinkex.engine.packed.weights import Group
 from tinkex.engine.runner_choice import packed_weights
 
 pytestmark = pytest.mark.skipif(not FOUND, reason="the kernels are for x86-64 Linux with AVX2")
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def gradient(formula: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> Tensor:

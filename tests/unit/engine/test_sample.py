@@ -30,7 +30,7 @@ Answers = dict[int, Sampled | EngineFault]
 TEXT = "The quick brown fox jumps over the lazy dog. "
 
 
-def sampler(model: Model, **bounds: int) -> Sampler:
+def sampler(model: Model, **bounds: Any) -> Sampler:
     return Sampler(dict.fromkeys(model.info.names, model), runner=oracle.RUNNER, **bounds)
 
 

@@ -49,7 +49,7 @@ class Engine:
     """Takes commands; says no when told to."""
 
     def __init__(self, served: Served) -> None:
-        self.state, self.ran, self.refusal = served.engine.state, [], ""  # type: ignore[var-annotated]
+        self.state, self.ran, self.refusal = served.engine.state, [], ""
         served.service.engine = self  # type: ignore[assignment]
 
     async def ready(self) -> None: ...

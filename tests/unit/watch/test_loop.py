@@ -159,8 +159,13 @@ def test_each_kind_of_tokens_has_its_price(service: tinkex.ServiceClient, traini
 
 @pytest.mark.slow
 def test_a_custom_loss_pays_for_both_of_its_passes(training: tinkex.TrainingClient) -> None:
+    import torch
+
+    def loss(data: list[tinkex.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -torch.stack([lp.sum() for lp in logprobs]).sum(), {}
+
     with quiet(training, prices=PRICES) as progress:
-        training.forward_backward_custom(batch(), lambda data, logprobs: (-sum(lp.sum() for lp in logprobs), {}))
+        training.forward_backward_custom(batch(), loss)
         training.optim_step(tinkex.AdamParams(learning_rate=1e-2))
     assert progress.cost == pytest.approx(0.0012 + 0.012)
     assert progress.history[0].loss is not None

@@ -58,8 +58,9 @@ def sample(dialect: Dialect, prompt: ModelInput = PROMPT, params: SamplingParams
 
 
 def test_each_field_has_three_states_in_the_json_dialect() -> None:
-    for given_fields in ({}, {"seed": None}, {"seed": 7}, {"stop": None}, {"stop": []}, {"temperature": 1}):
-        assert sample(Dialect.JSON, params=SamplingParams(**given_fields))["sampling_params"] == given_fields
+    some_fields: dict[str, Any]
+    for some_fields in ({}, {"seed": None}, {"seed": 7}, {"stop": None}, {"stop": []}, {"temperature": 1}):
+        assert sample(Dialect.JSON, params=SamplingParams(**some_fields))["sampling_params"] == some_fields
 
 
 def test_none_is_dropped_and_defaults_are_floats_in_the_proto_dialect() -> None:
@@ -73,7 +74,7 @@ def test_an_empty_stop_list_is_not_dropped_in_either_dialect() -> None:
 
 
 def test_a_sample_is_addressed_in_three_ways() -> None:
-    ways = [
+    ways: list[dict[str, Any]] = [
         {"sampling_session_id": "s", "seq_id": 3},
         {"base_model": "b"},
         {"model_path": "tinker://r/sampler_weights/a"},
@@ -90,7 +91,7 @@ def test_options_newer_than_the_json_dialect_travel_there_only_when_used() -> No
     newer = {"topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"}
     assert not newer & sample(Dialect.JSON).keys()
     targets = TensorData([[5], [6]], "int64")
-    options = {"topk_sample_logprobs": 1, "prompt_alt_tokens_k": 2, "prompt_logprobs_last_n": 1}
+    options: dict[str, Any] = {"topk_sample_logprobs": 1, "prompt_alt_tokens_k": 2, "prompt_logprobs_last_n": 1}
     sent = sample(Dialect.JSON, **options, target_prompt_logprobs=targets)
     assert newer <= sent.keys()
     assert sent["target_prompt_logprobs"] == {"data": [5, 6], "dtype": "int64", "shape": [2, 1]}
