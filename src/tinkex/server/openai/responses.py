@@ -15,7 +15,7 @@ from tinkex.errors import ValidationError
 from tinkex.server.http.errors import Refused, bad
 from tinkex.server.openai.chat import BadField
 from tinkex.server.openai.requests import Wish
-from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer
+from tinkex.server.sampling.tokenizer_cache import Detokenizer, ModelTokenizer
 
 LEAST_LOGPROB: Final = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
@@ -44,7 +44,7 @@ class Piece:
 class Text:
     """The text of one sequence as its tokens come, up to the first stop string."""
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], length: int = 0) -> None:
+    def __init__(self, decoder: Detokenizer, stops: Sequence[str], length: int = 0) -> None:
         self._decoder = decoder
         self._stops = stops
         self._held = ""
@@ -140,7 +140,7 @@ class _Choice:
         self._wish = wish
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._text = Text(Decoder(tokenizer, prompt.tokens), wish.stop, len(prompt.echo or ""))
+        self._text = Text(Detokenizer(tokenizer, prompt.tokens), wish.stop, len(prompt.echo or ""))
         self._seen = 0
         self._entries: list[Entry] = []
         self._is_echo_due = prompt.echo is not None
@@ -190,7 +190,7 @@ class _Choice:
 
 def prompt_entries(tokenizer: ModelTokenizer, prompt: Prompt, sampled: Sampled) -> list[Entry]:
     """The tokens of an echoed prompt. The first has no log-probability: nothing stands before it."""
-    text, entries = Text(Decoder(tokenizer), ()), []
+    text, entries = Text(Detokenizer(tokenizer), ()), []
     logprobs = sampled.prompt_logprobs or [None] * len(prompt.tokens)
     tops = sampled.topk_prompt or [None] * len(prompt.tokens)
     for token, logprob, top in zip(prompt.tokens, logprobs, tops, strict=True):
