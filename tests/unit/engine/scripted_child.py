@@ -1,7 +1,7 @@
 """An engine process without torch: the real `child`, whose trainer and sampler do what a test's command says.
 
 Run by its path in place of `tinkex.engine.process.main`. A model's name decides how it starts: `broken` cannot be
-loaded, `endless` never is, `garbage` says something that is not a frame.
+loaded, `endless` never is, `garbage` says something that is not a packet.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ from tinkex.engine.training import training_data
 from tinkex.errors import ContextOverflow, ValidationError
 from tinkex.events import StepEvent
 from tinkex.rules import limits, losses
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 from tinkex.server.routes.training import _adam
 from tinkex.server.sampling.sample_queue import Target
 from tinkex.server.sampling.sample_spec import spec_of
 from tinkex.server.training.checks import check_data
 from tinkex.server.training.steps import steps_of
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 from tinkex.testing import model as scripted
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SamplingParams
@@ -51,7 +51,7 @@ def words_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
     """What a rejection says; nothing if the call is accepted."""
     try:
         call(*args, **kwargs)
-    except (ValidationError, EngineFault, Refused) as error:
+    except (ValidationError, EngineFault, RequestRejected) as error:
         return str(error)
     return ""
 
@@ -266,7 +266,7 @@ def test_the_step_has_one_loss_on_the_service_and_in_the_sdk(
         StepEvent("forward_backward", "m", 1, "r", True, 0.0, 0.0, 0.0, 0.0, 0.0, metrics=metrics) for metrics in passes
     ]
     rows = [
-        Operation(
+        OperationRecord(
             request_id=f"op-{seq_id}", run_id="r", tenant="t", seq_id=seq_id, kind=kind, digest="", state="done",
             finished_at=1.0, metrics=metrics,
         )

@@ -148,7 +148,9 @@ def test_every_path_gets_its_own_adapter_even_at_the_same_time(live: Live, clien
 
 
 def test_a_chat_is_rendered_with_the_models_own_template(live: Live, client: openai.OpenAI) -> None:
-    prompt = live.service.tokenizers.encode(TINY, "<|system|>Be brief.<|eos|><|user|>hi<|eos|><|assistant|>", False)
+    prompt = live.service.tokenizers.load(TINY).encode(
+        "<|system|>Be brief.<|eos|><|user|>hi<|eos|><|assistant|>", False
+    )
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -445,7 +447,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.
 
 def test_tools_are_refused_where_the_template_has_no_place_for_them(client: openai.OpenAI) -> None:
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with pytest.raises(openai.BadRequestError, match="no place for tools"):
+    with pytest.raises(openai.BadRequestError, match="does not support tools"):
         client.chat.completions.create(model=TINY, messages=[{"role": "user", "content": "hi"}], tools=tools)
     got = client.chat.completions.create(
         model=TINY, messages=[{"role": "user", "content": "hi"}], tools=tools, tool_choice="none", max_tokens=1

@@ -11,7 +11,7 @@ from tests.unit.server.test_worker import TINY, running, scenario
 from tinkex.engine.contract import Sampled, SampleSpec, SequenceOutput
 from tinkex.server.routes import sampling as routes
 from tinkex.server.sampling import sample_queue
-from tinkex.server.sampling.sample_queue import Sample, Target
+from tinkex.server.sampling.sample_queue import PolledSample, Target
 from tinkex.server.service import Service
 
 TARGET = Target(TINY)
@@ -21,7 +21,7 @@ def spec(**given: int) -> SampleSpec:
     return SampleSpec(base="tinkex/tiny", prompt=(1, 2, 3), **given)  # type: ignore[arg-type]
 
 
-def submit(service: Service, sampler: str = "sampler", tenant: str = "t") -> Sample:
+def submit(service: Service, sampler: str = "sampler", tenant: str = "t") -> PolledSample:
     return service.sampling.submit(tenant, sampler, TARGET, spec(), None, None)
 
 

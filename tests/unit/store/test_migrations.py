@@ -6,6 +6,7 @@ import sqlite3
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -87,7 +88,7 @@ def test_a_database_of_version_1_is_upgraded_and_keeps_its_rows(tmp_path: Path) 
         old.executescript((Path(__file__).parent / "version_1.sql").read_text())
     old.close()
     engine = create_engine(f"sqlite:///{tmp_path / 'tinkex.db'}")
-    rows = {"sessions": [session()], "runs": [run()], "operations": [operation(0), operation(1)]}
+    rows: dict[str, list[Any]] = {"sessions": [session()], "runs": [run()], "operations": [operation(0), operation(1)]}
     rows |= {"checkpoints": [checkpoint()], "samplers": [sampler()]}
     with engine.begin() as connection:
         for name, records in rows.items():

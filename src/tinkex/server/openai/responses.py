@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from tinkex.engine.contract import Sampled, SampleEvent
 from tinkex.server.openai.requests import CompletionOptions
-from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer
+from tinkex.server.sampling.tokenizer_cache import Detokenizer, ModelTokenizer
 
 MIN_LOGPROB: Final = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
@@ -41,7 +41,7 @@ class TextPiece:
 class TextUntilStop:
     """The text of one sequence as its tokens come, up to the first stop string."""
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], length: int = 0) -> None:
+    def __init__(self, decoder: Detokenizer, stops: Sequence[str], length: int = 0) -> None:
         self._decoder = decoder
         self._stops = stops
         self._held = ""
@@ -141,7 +141,7 @@ class _Choice:
         self._options = options
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._text = TextUntilStop(Decoder(tokenizer, prompt.tokens), options.stop, len(prompt.echo or ""))
+        self._text = TextUntilStop(Detokenizer(tokenizer, prompt.tokens), options.stop, len(prompt.echo or ""))
         self._seen = 0
         self._entries: list[LogprobEntry] = []
         self._is_echo_due = prompt.echo is not None
@@ -191,7 +191,7 @@ class _Choice:
 
 def prompt_logprob_entries(tokenizer: ModelTokenizer, prompt: RenderedPrompt, sampled: Sampled) -> list[LogprobEntry]:
     """The tokens of an echoed prompt. The first has no log-probability: nothing stands before it."""
-    text, entries = TextUntilStop(Decoder(tokenizer), ()), []
+    text, entries = TextUntilStop(Detokenizer(tokenizer), ()), []
     logprobs = sampled.prompt_logprobs or [None] * len(prompt.tokens)
     tops = sampled.topk_prompt or [None] * len(prompt.tokens)
     for token, logprob, top in zip(prompt.tokens, logprobs, tops, strict=True):

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
 from tinkex.server.http.requests import IN_THREAD_BYTES, read_json, service_of, tenant_of
-from tinkex.server.sampling.sample_queue import PREFIX, Sample
+from tinkex.server.sampling.sample_queue import PREFIX, PolledSample
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
 from tinkex.server.training.waiters import FinishedOperation
@@ -97,7 +97,7 @@ async def _sample(
     return _sample_result(sample, wants_protobuf, may_be_metadata)
 
 
-def _sample_result(sample: Sample, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+def _sample_result(sample: PolledSample, wants_protobuf: bool, may_be_metadata: bool) -> Response:
     assert sample.result is not None
     response = response_of(sample.result, sample.targets_layout, sample.sequence_ids)
     if not wants_protobuf:

@@ -1,4 +1,4 @@
-"""A sampling request in the engine's words, and the engine's answer in the client's. Pure; refuses what cannot be."""
+"""Turns a sampling request into the engine's spec, and the engine's result into the response. Pure; checks values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tinkex.types.topk import TopkList, TopkLogprobs
 
 
 def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False) -> SampleSpec:
-    """What the engine is asked for. Every number is checked: it is a stranger's."""
+    """Return the engine's spec of a request. Rejects values that the engine cannot sample with."""
     params, info = request.sampling_params, target.info
     check_text(request.prompt, info, "prompt")
     if request.record_stability_info:
@@ -69,7 +69,7 @@ def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False
 def stops_of(
     stop: str | Sequence[str] | Sequence[int] | None, info: ModelInfo
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """None: the model's own end tokens. A list replaces them; an empty one leaves none."""
+    """Return stop tokens and stop strings. None is the model's end tokens; a list replaces them, also an empty one."""
     if stop is None:
         return info.end_tokens, ()
     entries = [stop] if isinstance(stop, str) else stop
@@ -118,8 +118,8 @@ def _targets(tensor: TensorData | None, info: ModelInfo) -> tuple[tuple[int, ...
     return tuple(tuple(map(int, values[bounds[row] : bounds[row + 1]])) for row in range(shape[0]))
 
 
-def response_of(found: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
-    """The engine's answer as the client reads it."""
+def response_of(result: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
+    """Return the response to the client."""
     sequences = [
         SampledSequence.from_buffers(
             row.stop_reason,
@@ -128,29 +128,29 @@ def response_of(found: Sampled, layout: TensorData | None, sequence_ids: Sequenc
             name,
             None if row.topk is None else TopkLogprobs.from_lists(list(row.topk)),
         )
-        for row, name in zip(found.sequences, sequence_ids, strict=True)
+        for row, name in zip(result.sequences, sequence_ids, strict=True)
     ]
-    topk: TopkList | None = found.topk_prompt
+    topk: TopkList | None = result.topk_prompt
     return SampleResponse.from_buffers(
         sequences,
-        None if found.prompt_logprobs is None else pack_prompt_logprobs(found.prompt_logprobs),
+        None if result.prompt_logprobs is None else pack_prompt_logprobs(result.prompt_logprobs),
         None if topk is None else TopkLogprobs.from_lists(topk),
-        _target_tensor(found, layout),
-        found.cache_hit_tokens,
-        _alternatives(found),
+        _target_tensor(result, layout),
+        result.cache_hit_tokens,
+        _alternatives(result),
     )
 
 
-def _target_tensor(found: Sampled, layout: TensorData | None) -> TensorData | None:
-    if found.targets is None or layout is None:
+def _target_tensor(result: Sampled, layout: TensorData | None) -> TensorData | None:
+    if result.targets is None or layout is None:
         return None
-    flat = pack_floats([value for row in found.targets for value in row])
+    flat = pack_floats([value for row in result.targets for value in row])
     crow, col = layout.sparse_crow_indices, layout.sparse_col_indices
     return TensorData.from_buffer(flat, "float32", layout.shape, crow, col)
 
 
-def _alternatives(found: Sampled) -> PromptAltTokens | None:
-    rows = found.alternatives
+def _alternatives(result: Sampled) -> PromptAltTokens | None:
+    rows = result.alternatives
     if rows is None:
         return None
     shape = [len(rows), len(rows[0]) if rows else 0]
