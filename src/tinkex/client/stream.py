@@ -154,7 +154,7 @@ class SampleStream:
         async with connection.transport.open(pool, "POST", url, headers, body.content, timeout_s) as answer:
             if answer.status >= 400:
                 raise error_of(connection, await answer.whole(), endpoints.SAMPLE_STREAM)
-            decoder = sse.Decoder()
+            decoder = sse.SSEDecoder()
             async for data in answer.chunks():
                 for event in decoder.feed(data):
                     if event.event == "token":

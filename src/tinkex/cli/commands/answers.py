@@ -60,7 +60,7 @@ async def _receive(connection: Connection, body: dict[str, Any], arrived: queue.
     ) as answer:
         if answer.status >= 400:
             raise error_of(connection, await answer.whole(), CHAT)
-        decoder = sse.Decoder()
+        decoder = sse.SSEDecoder()
         async for data in answer.chunks():
             for event in decoder.feed(data):
                 if event.data == "[DONE]":

@@ -6,6 +6,7 @@ this command, which answers once, with a redirect to the console and the key beh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tinkex.terminal import output
@@ -101,12 +102,10 @@ def _config(args: argparse.Namespace) -> tuple[Config, bool]:
 
 def _state_of(config: Config) -> bool:
     """Whether the service uses keys. Asked once: somebody waits for a browser."""
-    from tinkex import settings
     from tinkex.client._runtime.session import Session
     from tinkex.client.rest import RestClient
 
-    quick = settings.with_overrides(config, max_retries=1)
-    return RestClient(Session(quick)).get_service_state().result().uses_keys
+    return RestClient(Session(replace(config, max_retries=1))).get_service_state().result().uses_keys
 
 
 def _open(url: str) -> bool:

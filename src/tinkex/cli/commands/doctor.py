@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinkex.terminal import output
@@ -59,7 +60,7 @@ def _settings(args: argparse.Namespace) -> tuple[Config | None, dict[str, Any], 
 
     given = {"base_url": args.base_url, "api_key": args.api_key}
     # One attempt each, and soon over: a doctor wants to see the fever.
-    probing = {"max_retries": 1, "timeout_s": PROBE_S, "unreachable_s": PROBE_S}
+    probing: dict[str, Any] = {"max_retries": 1, "timeout_s": PROBE_S, "unreachable_s": PROBE_S}
     missing: list[Finding] = []
     try:
         sources = settings.sources(**given)
@@ -80,7 +81,7 @@ def _settings(args: argparse.Namespace) -> tuple[Config | None, dict[str, Any], 
             for name, entry in shown.items()
             if (name in ALWAYS_SHOWN or entry["from"] != "default") and entry["from"] != MISSING
         ]
-        return settings.with_overrides(config, **probing), shown, findings + missing
+        return replace(config, **probing), shown, findings + missing
     except ConfigError as problem:
         return None, {}, [Finding("settings", "FAIL", str(problem), "Mend this first; nothing else can be checked.")]
 

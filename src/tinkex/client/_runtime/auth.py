@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIError, AuthenticationError
 from tinkex.settings import Config
-from tinkex.wire import endpoints, json_codec
-from tinkex.wire.body import Body
+from tinkex.wire import endpoints, json_codec, requests
 
 if TYPE_CHECKING:
     from tinkex.client._runtime.link import Connection
@@ -72,7 +71,7 @@ class Auth:
         from tinkex.client._calls.call import call
 
         operation = Operation("auth_token", connection.clock.now())
-        answer = await call(connection, endpoints.AUTH_TOKEN, Body(b"{}"), operation=operation, attempts=3)
+        answer = await call(connection, endpoints.AUTH_TOKEN, requests.auth_token(), operation=operation, attempts=3)
         token = json_codec.decode_answer(answer.content).get("jwt")
         if not isinstance(token, str) or not token:
             raise AuthenticationError("The service asked for token sign-in but gave no token. Check the API key.")
