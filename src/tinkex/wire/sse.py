@@ -21,7 +21,7 @@ class Event(NamedTuple):
     retry: int | None = None
 
 
-class Decoder:
+class SSEDecoder:
     """Turns the pieces of one stream into events; a piece may end anywhere, even inside a character."""
 
     def __init__(self) -> None:

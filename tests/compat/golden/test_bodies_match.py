@@ -89,7 +89,7 @@ class Training(Calls):
         body = requests.forward_backward(
             MODEL, 1, data, loss_fn, loss_fn_config, forward_only=True, dialect=self.dialect
         )
-        self.send(endpoints.forward(self.dialect), body)
+        self.send(endpoints.FORWARD if self.dialect is Dialect.JSON else endpoints.FORWARD_BACKWARD, body)
 
     def optim_step(self, optim_params: Any = None, adam_params: Any = None) -> None:
         params = optim_params if adam_params is None else adam_params

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.wire import sse
-from tinkex.wire.sse import Decoder, Event
+from tinkex.wire.sse import Event, SSEDecoder
 
 
 def events_of(*chunks: bytes) -> list[Event]:
-    decoder = Decoder()
+    decoder = SSEDecoder()
     return [event for chunk in chunks for event in decoder.feed(chunk)]
 
 
@@ -130,7 +130,7 @@ def test_a_byte_order_mark_is_dropped_at_the_start_only() -> None:
     ],
 )
 def test_the_end_of_a_stream_tells_whether_an_event_was_cut(stream: bytes, was_cut: bool) -> None:
-    decoder = Decoder()
+    decoder = SSEDecoder()
     decoder.feed(stream)
     assert decoder.flush() is was_cut
 
@@ -143,7 +143,7 @@ def test_a_name_or_comment_of_two_lines_is_refused() -> None:
 
 
 def test_a_long_line_in_many_pieces_costs_linear_time() -> None:
-    decoder = Decoder()
+    decoder = SSEDecoder()
     for _ in range(20_000):  # quadratic joining would take minutes here
         assert decoder.feed(b"data: xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"[:40]) == []
     (event,) = decoder.feed(b"\n\n")

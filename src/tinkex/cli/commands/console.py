@@ -6,6 +6,7 @@ command, which responds once, with a redirect to the console and the key after `
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tinkex.terminal import output
@@ -99,10 +100,9 @@ def _config(args: argparse.Namespace) -> tuple[Config, bool]:
 
 def _state_of(config: Config) -> bool:
     """Return whether the service uses keys. Few retries: the user waits for a browser."""
-    from tinkex import settings
     from tinkex.client.rest import RestClient
 
-    quick = settings.with_overrides(config, max_retries=1)
+    quick = replace(config, max_retries=1)
     return RestClient(config=quick).get_service_state().result().uses_keys
 
 

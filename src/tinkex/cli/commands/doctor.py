@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinkex.terminal import output
@@ -63,7 +64,7 @@ def _settings(args: argparse.Namespace) -> tuple[Config | None, dict[str, Any], 
 
     arguments = {"base_url": args.base_url, "api_key": args.api_key}
     # One attempt and a short timeout: retries would hide the errors that the doctor looks for.
-    probing = {"max_retries": 1, "timeout_s": PROBE_S, "unreachable_s": PROBE_S}
+    probing: dict[str, Any] = {"max_retries": 1, "timeout_s": PROBE_S, "unreachable_s": PROBE_S}
     missing: list[Finding] = []
     try:
         sources = settings.sources(**arguments)
@@ -84,7 +85,7 @@ def _settings(args: argparse.Namespace) -> tuple[Config | None, dict[str, Any], 
             for name, entry in shown.items()
             if (name in ALWAYS_SHOWN or entry["from"] != "default") and entry["from"] != MISSING
         ]
-        return settings.with_overrides(config, **probing), shown, findings + missing
+        return replace(config, **probing), shown, findings + missing
     except ConfigError as error:
         return None, {}, [Finding("settings", "FAIL", str(error), "Fix this first; nothing else can be checked.")]
 

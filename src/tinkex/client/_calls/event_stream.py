@@ -37,7 +37,7 @@ async def open_event_stream(
 
 async def read_events(response: StreamedResponse) -> AsyncIterator[sse.Event]:
     """Yield the events of a stream as they arrive."""
-    decoder = sse.Decoder()
+    decoder = sse.SSEDecoder()
     async for data in response.chunks():
         for event in decoder.feed(data):
             yield event

@@ -13,7 +13,6 @@ from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIError, AuthenticationError, NotFoundError, TinkexError
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import endpoints, json_codec, requests
-from tinkex.wire.body import Body
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Pool
 
@@ -59,7 +58,7 @@ async def _shake_hands(link: ServiceLink) -> None:
 
 async def _fetch_token(link: ServiceLink) -> str:
     operation = Operation("auth_token", link.clock.now())
-    response = await call(link, endpoints.AUTH_TOKEN, Body(b"{}"), operation=operation, max_attempts=3)
+    response = await call(link, endpoints.AUTH_TOKEN, requests.auth_token(), operation=operation, max_attempts=3)
     token = json_codec.decode_answer(response.content).get("jwt")
     if not isinstance(token, str) or not token:
         raise AuthenticationError("The service asked for token sign-in but gave no token. Check the API key.")
