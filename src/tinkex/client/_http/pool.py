@@ -68,16 +68,6 @@ class ConnectionPool:
         await self._send(connection, exchange, request, timeout_s)
         return exchange
 
-    async def _send(self, connection: Connection, exchange: Exchange, request: HTTPRequest, timeout_s: float) -> None:
-        try:
-            connection.start(request, exchange)
-            await self._wait(connection, exchange, timeout_s)
-        except ConnectionLost:
-            raise
-        except BaseException:
-            self._abandon(connection, exchange)
-            raise
-
     def _new_exchange(self, connection: Connection, is_streamed: bool) -> Exchange:
         exchange = Exchange(self._loop, is_streamed)
         exchange.release = lambda: self._release(connection)
@@ -85,12 +75,17 @@ class ConnectionPool:
             exchange.abandon = lambda: self._abandon(connection, exchange)
         return exchange
 
-    async def _wait(self, connection: Connection, exchange: Exchange, timeout_s: float) -> None:
-        unsent = connection.unsent_bytes(exchange)
-        exchange.timer = self._loop.call_later(timeout_s, self._check_silence, connection, exchange, timeout_s, unsent)
+    async def _send(self, connection: Connection, exchange: Exchange, request: HTTPRequest, timeout_s: float) -> None:
         try:
+            connection.start(request, exchange)
+            unsent = connection.unsent_bytes(exchange)
+            exchange.timer = self._loop.call_later(
+                timeout_s, self._check_silence, connection, exchange, timeout_s, unsent
+            )
             await (exchange.ended if exchange.begun is None else exchange.begun)
-        except asyncio.CancelledError:
+        except ConnectionLost:
+            raise
+        except BaseException:
             self._abandon(connection, exchange)
             raise
         finally:
