@@ -89,16 +89,14 @@ async def _stream(
     link: ServiceLink, operation: Operation, body: Body, put: Callable[[StreamChunk], None]
 ) -> SampleResponse:
     """Open the stream, repeating that until its first byte is here; then read it. It is not resumed."""
-    gate, size, key = link.limiter.dispatch, len(body.content), link.idempotency_key()
-    attempts = SampleAttempts(link, operation, endpoints.SAMPLE_STREAM.name, size)
+    attempts = SampleAttempts(link, operation, endpoints.SAMPLE_STREAM.name, body)
 
     async def open_once(attempt: int) -> StreamedResponse:
-        await gate.acquire(size)
+        await attempts.enter(attempt)
         try:
-            operation.state, operation.attempts = "submitting", attempt
-            return await open_event_stream(link, endpoints.SAMPLE_STREAM, body, key=key, attempt=attempt)
+            return await open_event_stream(link, endpoints.SAMPLE_STREAM, body, key=attempts.key, attempt=attempt)
         finally:
-            gate.release(size)
+            attempts.leave()
 
     response = await attempts.run(open_once)
     try:

@@ -7,16 +7,20 @@ import concurrent.futures
 import gc
 import logging
 import re
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import tinkex
 from tests.integration.client.conftest import MODEL, datum, prompt, step
 from tinkex.client._calls import chunks, poll
+from tinkex.client._runtime.loop import loop_thread
 from tinkex.testing import Answer, Delay, FailFuture, Pending, ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
@@ -562,3 +566,62 @@ def test_an_operation_that_waits_its_turn_says_so(
     lines = "\n".join(record.getMessage() for record in caplog.records if record.name == "tinkex.wait")
     assert re.search(r"optim_step seq 1: being submitted, attempt 1, 0 polls, session alive, last error: .*busy", lines)
     assert "forward_backward seq 2: not sent yet, waiting its turn, 0 polls, session alive" in lines
+
+
+# -- callbacks and listeners that misbehave ---------------------------------------------------------------------------
+
+
+def _leave(*_: Any) -> Any:
+    sys.exit(3)
+
+
+def test_a_callback_that_calls_exit_stops_no_other_operation(
+    proto_service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
+    future = sampler.sample(prompt(), 1, ONE_TOKEN)
+    future.add_done_callback(_leave)
+    assert future.result(10).sequences
+    assert sampler.sample(prompt(), 1, ONE_TOKEN).result(10).sequences
+
+
+@pytest.mark.parametrize("event", ["request", "step"])
+def test_a_listener_that_calls_exit_fails_nothing(proto_service: ScriptedService, connect: Connect, event: str) -> None:
+    training = connect(proto_service).create_lora_training_client(MODEL)
+    stop = tinkex.on(event, _leave)
+    try:
+        assert training.forward_backward([datum()], "cross_entropy").result(10).loss_fn_outputs
+    finally:
+        stop()
+
+
+def test_concurrent_futures_wait_sees_a_cancelled_future(proto_service: ScriptedService, connect: Connect) -> None:
+    proto_service.script.on("asample", do=Delay(1.0))
+    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
+    before = sampler.sample(prompt(), 1, ONE_TOKEN)
+    assert before.cancel() and before.cancel()
+    assert before in concurrent.futures.wait([before], timeout=5).done
+    during = sampler.sample(prompt(), 1, ONE_TOKEN)
+    threading.Timer(0.1, during.cancel).start()
+    assert during in concurrent.futures.wait([during], timeout=5).done
+
+
+def test_cancelling_in_the_moment_of_the_start_leaves_no_unawaited_work(
+    proto_service: ScriptedService, connect: Connect
+) -> None:
+    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
+    loop, made, done = loop_thread(), [], threading.Event()
+
+    def submit() -> None:
+        made.append(sampler.sample(prompt(), 1, ONE_TOKEN))
+        loop.post(lambda: made[0].cancel())  # delivered after the start, before the first step of what was started
+        loop.post(lambda: loop.loop.call_later(0.05, done.set))
+
+    with warnings.catch_warnings(record=True) as noise:
+        warnings.simplefilter("always")
+        loop.post(submit)
+        assert done.wait(5)
+        assert made.pop().cancelled()
+        gc.collect()
+    assert [str(entry.message) for entry in noise if "never awaited" in str(entry.message)] == []
+    assert not sampler._session.link().operations.in_flight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import tinkex
 from tests.integration.client.conftest import MODEL, datum, prompt, step
 from tinkex.client._calls.limits import limiter_for
 from tinkex.client._runtime import session
-from tinkex.testing import ScriptedService, Status, Work
+from tinkex.testing import Delay, ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
 ONE_TOKEN = tinkex.SamplingParams(max_tokens=1)
@@ -350,7 +351,7 @@ def test_a_service_gone_dead_fails_every_future_within_its_deadline_with_the_cau
         if how == "killed":
             assert "Connection error" in str(caught.value)
         else:
-            assert "No answer in time" in str(caught.value) or "waiting 4 s for" in str(caught.value)
+            assert "No response in time" in str(caught.value) or "waiting 4 s for" in str(caught.value)
     # Twenty queued steps do not each try for unreachable_s: what the first found out holds for all.
     assert time.monotonic() - died < 5
     assert [op for _, _, op in service.executed] == ["forward_backward"]
@@ -486,3 +487,53 @@ training.get_info()
     assert done.returncode == 0
     assert "optim_step seq 1 failed and nobody has looked at its future" in done.stderr
     assert "no such learning rate" in done.stderr
+
+
+def test_a_client_closed_while_its_session_opens_says_so_without_noise(
+    proto_service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    proto_service.script.on("client_config", do=Delay(0.3))
+    client = connect(proto_service)
+    with caplog.at_level(logging.ERROR):
+        future = client.create_sampling_client_async(base_model=MODEL)
+        thread = threading.Thread(target=lambda: outcome.append(_outcome_of(future)))
+        outcome: list[Any] = []
+        thread.start()
+        proto_service.wait_for_requests("client_config")
+        client.close().result(10)
+        thread.join(10)
+    assert isinstance(outcome[0], tinkex.ClosedError)
+    assert [record.message for record in caplog.records] == []
+
+
+def _outcome_of(work: Any) -> Any:
+    async def main() -> Any:
+        return await work
+
+    try:
+        return asyncio.run(main())
+    except tinkex.TinkexError as problem:
+        return problem
+
+
+LATE = """
+import atexit, sys
+late = []
+atexit.register(lambda: late[0]())  # registered before tinkex's own: it runs after
+import tinkex
+service = tinkex.ServiceClient(base_url=sys.argv[1], api_key="tml-late", telemetry=False)
+sampler = service.create_sampling_client(base_model="tinkex/tiny")
+def work():
+    try:
+        sampler.sample(tinkex.ModelInput.from_ints([1]), 1, tinkex.SamplingParams(max_tokens=1)).result()
+    except tinkex.ClosedError as problem:
+        print(problem)
+late.append(work)
+"""
+
+
+@pytest.mark.slow
+def test_work_asked_for_after_the_loop_has_stopped_is_refused_and_does_not_hang(proto_service: ScriptedService) -> None:
+    command = [sys.executable, "-c", LATE, proto_service.url]
+    done = subprocess.run(command, timeout=20, capture_output=True, text=True, check=True)
+    assert "the process is ending" in done.stdout

@@ -261,7 +261,7 @@ def test_a_slow_answer_beyond_the_timeout_is_a_timeout_error(proto_service: Scri
     client = connect(proto_service, timeout_s=0.2, max_retries=1)
     client.get_server_capabilities()
     proto_service.script.on("get_server_capabilities", do=Delay(2.0))
-    with pytest.raises(tinkex.APIConnectionError, match="No answer in time"):
+    with pytest.raises(tinkex.APIConnectionError, match="No response in time"):
         client.get_server_capabilities()
 
 

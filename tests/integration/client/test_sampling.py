@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.integration.client.conftest import MODEL, prompt
 from tinkex.client._calls import limits
 from tinkex.client._calls.limits import Gate, limiter_for
 from tinkex.clock import REAL
-from tinkex.testing import Answer, Drop, Expire, ScriptedService, Status, Work
+from tinkex.testing import Answer, Delay, Drop, Expire, ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
 PARAMS = tinkex.SamplingParams(max_tokens=4, seed=1)
@@ -291,3 +292,28 @@ def test_a_process_that_may_open_only_60_files_still_gets_all_its_samples(proto_
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "500", done.stderr
+
+
+def test_a_service_that_tells_the_size_again_and_again_is_asked_at_a_measured_pace(connect: Connect) -> None:
+    config = {"inflight_response_bytes_semaphore_size": 100}
+    with ScriptedService(base_models=[MODEL], client_config=config) as service:
+        client = connect(service)
+        sampler = client.create_sampling_client(base_model=MODEL)
+        told = Answer({"status": "complete_metadata", "response_payload_size": 80})
+        service.script.on("retrieve_future", times=4, do=told)
+        started = time.monotonic()
+        assert sampler.sample(prompt(), 1, PARAMS).result(10).sequences
+        assert time.monotonic() - started > 0.1
+        answers = client._session.link().limiter.results
+        assert (answers.held, answers.held_bytes) == (0, 0)
+
+
+def test_the_time_an_announced_answer_took_to_fetch_is_told_apart(connect: Connect) -> None:
+    with ScriptedService(base_models=[MODEL], metadata_over_bytes=1) as service:
+        sampler = connect(service).create_sampling_client(base_model=MODEL)
+        service.script.on("retrieve_future", do=Delay(0.1))
+        steps: list[Any] = []
+        stop = tinkex.on("step", steps.append)
+        sampler.sample(prompt(), 1, PARAMS).result(10)
+        stop()
+        assert [entry.fetch_s >= 0.1 for entry in steps if entry.operation == "sample"] == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -273,3 +274,25 @@ def test_a_step_event_splits_the_time_into_submit_queue_compute_and_fetch(
     assert one.ok and one.seq_id == 1 and one.model_id == training.model_id
     assert one.seconds == pytest.approx(one.submit_s + one.queue_s + one.compute_s + one.fetch_s, abs=0.02)
     assert one.compute_s >= 0.15
+
+
+# -- custom losses that misbehave ------------------------------------------------------------------------------------
+
+
+def _leave(*_: Any) -> Any:
+    sys.exit(3)
+
+
+def _run_dry(*_: Any) -> Any:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("loss", [_leave, _run_dry], ids=["SystemExit", "StopIteration"])
+def test_a_custom_loss_that_exits_or_runs_dry_fails_its_own_future_and_nothing_else(
+    proto_service: ScriptedService, connect: Connect, loss: Any
+) -> None:
+    training = connect(proto_service).create_lora_training_client(MODEL)
+    future = training.forward_backward_custom([datum()], loss)
+    with pytest.raises(tinkex.TinkexError, match=r"SystemExit|StopIteration"):
+        future.result(10)
+    training.optim_step(step()).result(10)

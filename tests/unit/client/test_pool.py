@@ -212,3 +212,22 @@ def test_a_connection_handed_to_somebody_who_gave_up_in_the_same_moment_goes_to_
         assert network.dialled == 1
 
     run(scenario, limit=1)
+
+
+def test_an_upload_that_ends_late_leaves_the_answer_its_full_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        network = Network()
+        monkeypatch.setattr(pool, "dial", network.dial)
+        connections = ConnectionPool(Origin("http", "service.example", 80), 1, None)
+        unsent = 100
+        monkeypatch.setattr(Line, "unsent_bytes", lambda *_: unsent)
+        asked = asyncio.ensure_future(connections.exchange(REQUEST, 0.4))
+        await asyncio.sleep(0.2)
+        unsent = 50
+        await asyncio.sleep(0.5)
+        unsent = 0  # at 0.7 s: just before the second look
+        await asyncio.sleep(0.3)
+        network.lines[0].answer()
+        assert (await asked).status == 200
+
+    asyncio.run(main())

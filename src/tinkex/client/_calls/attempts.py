@@ -24,15 +24,25 @@ T = TypeVar("T")
 
 
 class Attempts:
-    """All attempts at one request, under the name of its endpoint in events and messages. Loop thread."""
+    """All attempts at one request, under the name of its endpoint in events and messages. Loop thread.
+
+    Slots, and a policy that is made after a first failure: thousands of samples are in flight at once, and the
+    garbage collector looks at every object of theirs.
+    """
+
+    __slots__ = ("_max_attempts", "link", "name", "operation", "started_at")
 
     def __init__(self, link: ServiceLink, operation: Operation, name: str, max_attempts: int | None = None) -> None:
-        config = link.config
         self.link = link
         self.operation = operation
         self.name = name
-        self.policy = RetryPolicy(max_attempts=max_attempts or config.max_retries, budget_s=config.unreachable_s)
+        self._max_attempts = max_attempts
         self.started_at = link.clock.now()
+
+    @property
+    def policy(self) -> RetryPolicy:
+        config = self.link.config
+        return RetryPolicy(max_attempts=self._max_attempts or config.max_retries, budget_s=config.unreachable_s)
 
     async def run(self, send_once: Callable[[int], Awaitable[T]]) -> T:
         """Return what `send_once(attempt)` returns, as soon as it does; attempts count from 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tinkex.client._calls.attempts import Attempts
-from tinkex.client._calls.send import send_checked
+from tinkex.client._calls.send import send
 from tinkex.client._http.transport import HTTPResponse
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
@@ -29,8 +29,8 @@ async def call(
 
     async def send_once(attempt: int) -> HTTPResponse:
         operation.attempts = attempt
-        response = await send_checked(
-            link, endpoint, body, path=path, headers=headers, key=key, attempt=attempt, follow=follow
+        response = await send(
+            link, endpoint, body, path=path, headers=headers, key=key, attempt=attempt, follow=follow, raises=True
         )
         operation.last_response_at = link.clock.now()
         return response

@@ -76,6 +76,11 @@ async def poll(
 class PollAttempts(Attempts):
     """Asks for one result. Failures never use up a count: only silence of `unreachable_s` ends the waiting."""
 
+    __slots__ = (
+        "_dialect", "_endpoint", "_headers", "_iteration", "_request_id", "_result_type", "_retrieve", "_sequence_ids",
+        "accepted_at", "has_size", "polled_at",
+    )  # fmt: skip
+
     def __init__(
         self,
         link: ServiceLink,

@@ -12,7 +12,7 @@ from collections import deque
 
 from tinkex.client._calls.attempts import Attempts
 from tinkex.client._calls.retry import QUICK_S, Poll, poll_delay
-from tinkex.client._calls.send import send_checked
+from tinkex.client._calls.send import send
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIError, TinkexError
@@ -88,8 +88,8 @@ class PollBatch:
         fetched = [self._fetched.popleft() for _ in range(len(self._fetched))]
         body = requests.retrieve_futures(self._sampling_session_id, self._cursor, fetched)
         try:
-            response = await send_checked(
-                self._link, endpoints.RETRIEVE_FUTURES, body, attempt=attempt, timeout_s=POLL_TIMEOUT_S
+            response = await send(
+                self._link, endpoints.RETRIEVE_FUTURES, body, attempt=attempt, timeout_s=POLL_TIMEOUT_S, raises=True
             )
             return json_codec.read_content(FuturesRetrieveResponse, response.content)
         except APIError:

@@ -9,7 +9,7 @@ from tinkex.client._calls.attempts import Attempts
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.poll import poll
 from tinkex.client._calls.sampling_session import SamplingSession
-from tinkex.client._calls.send import send, send_checked
+from tinkex.client._calls.send import send
 from tinkex.client._http.transport import HTTPResponse
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
@@ -72,8 +72,10 @@ async def run_sample(
     try:
         for resubmissions in range(RESUBMISSIONS + 1):
             body = sample.body(sampling.sampling_session_id, operation.seq_id, dialect)
-            attempts = SampleAttempts(link, operation, ASAMPLE.name, len(body.content))
-            accepted = await _submit(attempts, body)
+            attempts = SampleAttempts(link, operation, ASAMPLE.name, body)
+            accepted = envelope.read_accepted((await attempts.run(attempts.submit_once)).content)
+            attempts.note_accepted()
+            operation.request_id = accepted.request_id
             if link.server.sample_use_retrieve_futures:
                 await sampling.batch(link).wait_until_ready(accepted.request_id)
             try:
@@ -91,33 +93,39 @@ async def run_sample(
     raise AssertionError("unreachable")
 
 
-async def _submit(attempts: SampleAttempts, body: Body) -> envelope.Accepted:
-    """Send until accepted: the same bytes, the same seq_id, the same idempotency key."""
-    link, operation = attempts.link, attempts.operation
-    gate, size, key = link.limiter.dispatch, attempts.size_bytes, link.idempotency_key()
-
-    async def send_once(attempt: int) -> HTTPResponse:
-        await gate.acquire(size)
-        try:
-            operation.state, operation.attempts = "submitting", attempt
-            return await send_checked(link, ASAMPLE, body, headers=_BACKPRESSURE, key=key, attempt=attempt)
-        finally:
-            gate.release(size)
-
-    accepted = envelope.read_accepted((await attempts.run(send_once)).content)
-    attempts.note_accepted()
-    operation.request_id = accepted.request_id
-    return accepted
-
-
 class SampleAttempts(Attempts):
-    """A 429 closes the shared gate, which holds every sampler's next attempt back; other failures follow the curve."""
+    """Submits one sample: the same bytes, the same seq_id, the same idempotency key in every attempt.
 
-    def __init__(self, link: ServiceLink, operation: Operation, name: str, size_bytes: int) -> None:
+    A 429 closes the shared gate, which holds every sampler's next attempt back; other failures follow the curve.
+    """
+
+    __slots__ = ("_faults", "_faulty_since", "_size_bytes", "body", "key")
+
+    def __init__(self, link: ServiceLink, operation: Operation, name: str, body: Body) -> None:
         super().__init__(link, operation, name)
-        self.size_bytes = size_bytes
+        self.body = body
+        self.key = link.idempotency_key()
+        self._size_bytes = len(body.content)
         self._faults = 0
         self._faulty_since: float | None = None
+
+    async def submit_once(self, attempt: int) -> HTTPResponse:
+        """Send the sample when the gate admits it."""
+        await self.enter(attempt)
+        try:
+            return await send(
+                self.link, ASAMPLE, self.body, headers=_BACKPRESSURE, key=self.key, attempt=attempt, raises=True
+            )
+        finally:
+            self.leave()
+
+    async def enter(self, attempt: int) -> None:
+        """Wait until the gate admits this attempt."""
+        await self.link.limiter.dispatch.acquire(self._size_bytes)
+        self.operation.state, self.operation.attempts = "submitting", attempt
+
+    def leave(self) -> None:
+        self.link.limiter.dispatch.release(self._size_bytes)
 
     def note_accepted(self) -> None:
         """The service has taken the sample."""
@@ -144,7 +152,7 @@ class SampleAttempts(Attempts):
         if hint_s is not None and hint_s > unreachable_s:
             error.args = (f"{error} The service asks for {hint_s:.0f} s, more than unreachable_s allows.",)
             raise error
-        link.limiter.dispatch.back_off(hint_s or (5.0 if self.size_bytes > LARGE_BYTES else 1.0))
+        link.limiter.dispatch.back_off(hint_s or (5.0 if self._size_bytes > LARGE_BYTES else 1.0))
         idle_s = link.clock.now() - max(self.started_at, link.reachability.last_progress_at)
         if idle_s >= unreachable_s:
             raise DeadlineExceeded(

@@ -37,35 +37,21 @@ async def send(
     attempt: int = 1,
     timeout_s: float | None = None,
     follow: bool = True,
+    raises: bool = False,
 ) -> HTTPResponse:
-    """Send once and return the response, whatever its status. Raises APIConnectionError if there is none."""
+    """Send once and return the response. Raises APIConnectionError if there is none.
+
+    Any status is a response; with `raises` an error status is raised as its APIStatusError.
+    """
     request = _service_request(link, endpoint, body, path, headers, key, attempt)
     transmit = link.transport.send if follow else functools.partial(link.transport.send, follow=False)
     response = await request.send(transmit, timeout_s or link.config.timeout_s)
     link.stats.received_bytes += len(response.content)
     request.report(response.status, len(response.content))
-    return response
-
-
-async def send_checked(
-    link: ServiceLink,
-    endpoint: Endpoint,
-    body: Body | None = None,
-    *,
-    path: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    key: str | None = None,
-    attempt: int = 1,
-    timeout_s: float | None = None,
-    follow: bool = True,
-) -> HTTPResponse:
-    """As `send`, but an error status is raised as its APIStatusError."""
-    response = await send(
-        link, endpoint, body, path=path, headers=headers, key=key, attempt=attempt, timeout_s=timeout_s, follow=follow
-    )
-    if response.status >= 400:
-        raise response_error(link, response, endpoint)
-    _log_deprecation(response.headers, endpoint)
+    if raises:
+        if response.status >= 400:
+            raise response_error(link, response, endpoint)
+        _log_deprecation(response.headers, endpoint)
     return response
 
 

@@ -28,6 +28,14 @@ Headers = Mapping[str, str]
 """A response's headers, under lower-case names."""
 
 
+class Target(NamedTuple):
+    """Where a URL leads: the connection's origin, the `host` header, the path with its query."""
+
+    origin: Origin
+    authority: str
+    path: str
+
+
 class HTTPResponse(NamedTuple):
     """A whole response of any status."""
 
@@ -84,7 +92,7 @@ class Transport:
         self._config = config
         self._tls: ssl.SSLContext | None = None
         self._pools: dict[tuple[Pool, Origin], ConnectionPool] = {}
-        self._places: dict[str, tuple[Origin, str, str]] = {}
+        self._targets: dict[str, Target] = {}
         self._base = urlsplit(config.base_url)[:2]
 
     async def send(
@@ -122,39 +130,39 @@ class Transport:
         timeout_s: float,
         is_streamed: bool,
     ) -> Exchange:
-        origin, authority, target = self._place(url)
+        origin, authority, path = self._target(url)
         connections = self._pools.get((pool, origin)) or self._make(pool, origin)
-        request = HTTPRequest(method, origin.scheme, authority, target, headers, content)
+        request = HTTPRequest(method, origin.scheme, authority, path, headers, content)
         try:
             return await connections.exchange(request, timeout_s, is_streamed)
-        except (ConnectionLost, ReadTimeout, OSError) as problem:
-            raise _translated(problem, f"{method} {authority}") from None
+        except (ConnectionLost, ReadTimeout, OSError) as error:
+            raise _translated(error, f"{method} {authority}") from None
 
-    def _place(self, url: str) -> tuple[Origin, str, str]:
-        """Where a URL leads. Few different ones are used, again and again; the others are not kept."""
-        place = self._places.get(url)
-        if place is None:
+    def _target(self, url: str) -> Target:
+        """Return where a URL leads. A few URLs are used again and again: those are remembered."""
+        target = self._targets.get(url)
+        if target is None:
             try:
                 parts = urlsplit(url)
                 origin = Origin.of(url, settings.proxy_for(url, self._config))
                 origin.host.encode("idna")
-            except ValueError:  # base_url was looked at: this came from the service
-                raise APIResponseValidationError(message="The service named an address that is none.") from None
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            place = origin, parts.netloc.rpartition("@")[2], target
-            if len(self._places) < 256:
-                self._places[url] = place
-        return place
+            except ValueError:  # base_url was checked before: this one came from the service
+                raise APIResponseValidationError(message="The service named an address that is not a URL.") from None
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            target = Target(origin, parts.netloc.rpartition("@")[2], path)
+            if len(self._targets) < 256:
+                self._targets[url] = target
+        return target
 
     def _make(self, pool: Pool, origin: Origin) -> ConnectionPool:
         if origin.scheme == "https" and self._tls is None:
             self._tls = tls_context(self._config.ca_file)
-        made = self._pools[pool, origin] = ConnectionPool(origin, self.limit_of(pool), self._tls)
-        return made
+        connections = self._pools[pool, origin] = ConnectionPool(origin, self.limit_of(pool), self._tls)
+        return connections
 
     def limit_of(self, pool: Pool) -> int:
-        """How many connections of a kind may be open to one host."""
-        return min(self._config.pools[pool.value], _most_connections())
+        """Return how many connections of a kind may be open to one host."""
+        return min(self._config.pools[pool.value], _max_connections())
 
     def _next_url(self, url: str, location: str | None) -> str:
         target = urljoin(url, location or "")
@@ -166,8 +174,8 @@ class Transport:
         return target
 
 
-def _most_connections() -> int:
-    """A third of the files this process may open: two wide pools must leave some to the user's program."""
+def _max_connections() -> int:
+    """Return a third of the files this process may open: two wide pools must leave some to the user's program."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -179,26 +187,27 @@ def _most_connections() -> int:
 def _whole(exchange: Exchange) -> HTTPResponse:
     content = exchange.content()
     encoding = exchange.headers.get("content-encoding")
-    if encoding:  # we ask for none, but proxies have their own will
+    if encoding:  # we ask for none, but some proxies compress all the same
         try:
             content = decompress(content, encoding)
-        except ValidationError as problem:
-            raise APIResponseValidationError(message=f"The service's answer cannot be read: {problem}") from None
+        except ValidationError as error:
+            raise APIResponseValidationError(message=f"The service's response cannot be read: {error}") from None
     return HTTPResponse(exchange.status, exchange.headers, content)
 
 
-def _translated(problem: Exception, doing: str) -> APIConnectionError:
-    text = str(problem) or type(problem).__name__
-    if isinstance(problem, (ReadTimeout, ConnectTimeout, TimeoutError)):
-        return APITimeoutError(None, f"No answer in time: {doing}: {text}.")
-    if isinstance(problem, ssl.SSLCertVerificationError):
-        error = APIConnectionError(
+def _translated(error: Exception, doing: str) -> APIConnectionError:
+    """Return the public error for a failure of the connection."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, (ReadTimeout, ConnectTimeout, TimeoutError)):
+        return APITimeoutError(None, f"No response in time: {doing}: {text}.")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        untrusted = APIConnectionError(
             None,
-            f"The certificate of the service is not trusted ({problem.verify_message}). If it is signed by an "
+            f"The certificate of the service is not trusted ({error.verify_message}). If it is signed by an "
             "authority of your own, name that authority's file as ca_file (TINKEX_CA_FILE).",
         )
-        error.retryable = False
-        return error
+        untrusted.retryable = False
+        return untrusted
     return APIConnectionError(None, f"Connection error: {doing}: {text}.")
 
 
