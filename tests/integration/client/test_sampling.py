@@ -294,6 +294,7 @@ def test_a_process_that_may_open_only_60_files_still_gets_all_its_samples(proto_
     assert done.stdout.strip() == "500", done.stderr
 
 
+@pytest.mark.timing
 def test_a_service_that_tells_the_size_again_and_again_is_asked_at_a_measured_pace(connect: Connect) -> None:
     config = {"inflight_response_bytes_semaphore_size": 100}
     with ScriptedService(base_models=[MODEL], client_config=config) as service:

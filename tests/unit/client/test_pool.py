@@ -214,6 +214,7 @@ def test_a_connection_handed_to_somebody_who_gave_up_in_the_same_moment_goes_to_
     run(scenario, limit=1)
 
 
+@pytest.mark.timing
 def test_an_upload_that_ends_late_leaves_the_answer_its_full_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         network = Network()

@@ -1,7 +1,7 @@
-"""Answers in OpenAI's words: the engine's events become text, log-probabilities, choices and chunks. Pure.
+"""Builds responses in OpenAI's format from the engine's events: text, log-probabilities, choices, chunks. Pure.
 
-One code makes whole answers and streams, so that they say the same. The text ends before a stop string;
-log-probabilities and usage cover every token that was drawn, those of the stop too.
+The same code builds whole responses and streams, so that they hold the same. The text ends before a stop string;
+log-probabilities and usage cover every sampled token, those of the stop string included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIN_LOGPROB: Final = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class LogprobEntry:
-    """A token, and where in the text it begins."""
+    """A token with its log-probability, the alternatives, and the offset in the text at which it begins."""
 
     token: int
     logprob: float | None
@@ -30,7 +30,7 @@ class LogprobEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPiece:
-    """The next part of a choice; the last one has the reason why it ends."""
+    """The next part of a choice's text. The last one has the reason why the choice ended."""
 
     index: int
     text: str
@@ -39,21 +39,21 @@ class TextPiece:
 
 
 class TextUntilStop:
-    """The text of one sequence as its tokens come, up to the first stop string."""
+    """Decodes the tokens of one sequence as they come, up to the first stop string."""
 
     def __init__(self, decoder: Detokenizer, stops: Sequence[str], length: int = 0) -> None:
         self._decoder = decoder
         self._stops = stops
-        self._held = ""
-        """Decoded, but perhaps the beginning of a stop string."""
+        self._pending = ""
+        """Decoded text that may be the beginning of a stop string."""
         self.length = length
-        """Characters that were given out."""
+        """Characters that were returned."""
         self.is_stopped = False
 
     @property
     def offset(self) -> int:
-        """Where the next token begins."""
-        return self.length + len(self._held)
+        """The offset in the text at which the next token begins."""
+        return self.length + len(self._pending)
 
     def push(self, token: int) -> str:
         return "" if self.is_stopped else self._add(self._decoder.push(token))
@@ -62,37 +62,37 @@ class TextUntilStop:
         if self.is_stopped:
             return ""
         piece = self._add(self._decoder.finish())
-        rest, self._held = self._held, ""
+        rest, self._pending = self._pending, ""
         self.length += len(rest)
         return piece + rest
 
     def _add(self, piece: str) -> str:
-        text = self._held + piece
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self.is_stopped, self._held, text = True, "", text[: min(found)]
+        text = self._pending + piece
+        stops = [index for stop in self._stops if (index := text.find(stop)) >= 0]
+        if stops:
+            self.is_stopped, self._pending, text = True, "", text[: min(stops)]
         else:
             keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-            text, self._held = text[: len(text) - keep], text[len(text) - keep :]
+            text, self._pending = text[: len(text) - keep], text[len(text) - keep :]
         self.length += len(text)
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text are the beginning of the stop string."""
+    """Return how many characters at the end of the text are the beginning of the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
-    """A prompt of the request. `echo` is its text if the answer begins with it."""
+    """The tokens of a prompt. `echo` is its text if the response begins with it."""
 
     tokens: Sequence[int]
     echo: str | None = None
 
 
 class CompletionBuilder:
-    """All choices of a request. `feed` it the events of each prompt; it says what can be told of them now."""
+    """Builds all choices of a request. `feed` takes the events of each prompt and returns the text they add."""
 
     def __init__(
         self, options: CompletionOptions, tokenizer: ModelTokenizer, prompts: Sequence[RenderedPrompt]
@@ -108,18 +108,18 @@ class CompletionBuilder:
         self._cached_tokens = 0
 
     def feed(self, prompt: int, event: SampleEvent) -> list[TextPiece]:
-        """What an event of this prompt adds."""
+        """Return what an event of this prompt adds to its choices."""
         first = prompt * self._options.n
         if not isinstance(event, Sampled):
             piece = self._choices[first + event.index].push(event.tokens, event.logprobs)
             return [] if piece is None else [piece]
         self._cached_tokens += event.cache_hit_tokens
         pieces = []
-        for place, sequence in enumerate(event.sequences):
-            choice = self._choices[first + place]
+        for index, sequence in enumerate(event.sequences):
+            choice = self._choices[first + index]
             if choice.wants_tokens:
                 self._sampled_tokens += len(sequence.tokens)
-            pieces.append(choice.finish(event, place))
+            pieces.append(choice.finish(event, index))
         return pieces
 
     @property
@@ -148,13 +148,13 @@ class _Choice:
         self.wants_tokens = options.max_tokens != 0
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> TextPiece | None:
-        """Some more tokens of a stream."""
+        """Add more tokens of a stream, and return their text if there is any."""
         text = self._echo() + self._take(tokens, logprobs, None)
         return self._piece(text) if text else None
 
-    def finish(self, sampled: Sampled, place: int) -> TextPiece:
-        """The whole sequence is known: what was not pushed before, and the end."""
-        sequence = sampled.sequences[place]
+    def finish(self, sampled: Sampled, index: int) -> TextPiece:
+        """Return what was not pushed before, and the reason of the end: the whole sequence is known."""
+        sequence = sampled.sequences[index]
         if self._is_echo_due and self._options.top_logprobs is not None:
             self._entries += prompt_logprob_entries(self._tokenizer, self._prompt, sampled)
         text, finish_reason = self._echo(), "length"
@@ -174,9 +174,9 @@ class _Choice:
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]] | None
     ) -> str:
         pieces = []
-        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             if self._options.top_logprobs is not None:
-                self._entries.append(LogprobEntry(token, logprob, () if top is None else top[place], self._text.offset))
+                self._entries.append(LogprobEntry(token, logprob, () if top is None else top[index], self._text.offset))
             pieces.append(self._text.push(token))
         self._seen += len(tokens)
         return "".join(pieces)
@@ -190,7 +190,7 @@ class _Choice:
 
 
 def prompt_logprob_entries(tokenizer: ModelTokenizer, prompt: RenderedPrompt, sampled: Sampled) -> list[LogprobEntry]:
-    """The tokens of an echoed prompt. The first has no log-probability: nothing stands before it."""
+    """Return the entries of an echoed prompt. The first token has no log-probability: nothing comes before it."""
     text, entries = TextUntilStop(Detokenizer(tokenizer), ()), []
     logprobs = sampled.prompt_logprobs or [None] * len(prompt.tokens)
     tops = sampled.topk_prompt or [None] * len(prompt.tokens)
@@ -200,7 +200,7 @@ def prompt_logprob_entries(tokenizer: ModelTokenizer, prompt: RenderedPrompt, sa
     return entries
 
 
-# ── Shapes
+# ── JSON
 
 Style = Literal["completion", "chat"]
 
@@ -208,7 +208,7 @@ Style = Literal["completion", "chat"]
 def whole_choice(
     style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, pieces: Sequence[TextPiece]
 ) -> dict[str, Any]:
-    """A choice of an answer that is not streamed."""
+    """Return a choice of a response that is not streamed."""
     text = "".join(piece.text for piece in pieces)
     entries = [entry for piece in pieces for entry in piece.entries]
     choice = {
@@ -224,7 +224,7 @@ def whole_choice(
 def chunk_choice(
     style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, piece: TextPiece, is_first: bool
 ) -> dict[str, Any]:
-    """A choice of one chunk of a stream."""
+    """Return a choice of one chunk of a stream."""
     choice = {
         "index": piece.index,
         "logprobs": logprobs_of(style, tokenizer, options, piece.entries) if piece.entries else None,
@@ -252,12 +252,12 @@ def logprobs_of(
 
 
 def _top(tokenizer: ModelTokenizer, entry: LogprobEntry) -> dict[str, float] | None:
-    """The likeliest tokens, and the one that is there even if it is not among them."""
+    """Return the likeliest tokens, and the sampled one even if it is not among them."""
     if entry.logprob is None:
         return None
     named: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-        # Two tokens may have one text; the likelier one is meant.
+        # Two tokens may have the same text: report the likelier one.
         name = _name(tokenizer, token)
         named[name] = max(named.get(name, MIN_LOGPROB), _finite(logprob))
     return named
@@ -274,7 +274,7 @@ def _chat_token(tokenizer: ModelTokenizer, token: int, logprob: float) -> dict[s
 
 
 def _name(tokenizer: ModelTokenizer, token: int) -> str:
-    """A token's text; one that is part of a character is spelled out, as OpenAI does."""
+    """Return a token's text. The bytes of a token that is only part of a character are spelled out, as at OpenAI."""
     content = tokenizer.token_bytes(token)
     try:
         return content.decode()

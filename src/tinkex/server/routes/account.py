@@ -1,4 +1,4 @@
-"""What the service says of itself, and the caller's account: settings, health, models, keys, the audit log, usage."""
+"""Endpoints about the service and the tenant's account: settings, health, models, keys, the audit log, usage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinkex.store.records import AuditEntry
 from tinkex.store.store import Store
 
 SAMPLE_USE_RETRIEVE_FUTURES = False
-"""Whether clients from 0.27 on poll for many samples with one call. Off until it is shown to be better."""
+"""Whether clients from 0.27 on poll for many samples with one call. Off until a measurement shows that it is better."""
 FWDBWD_MAX_CHUNK_LEN = 1024
 FWDBWD_MAX_CHUNK_BYTES = 5_000_000
 SAMPLE_MAX_CONCURRENT = 2000
@@ -31,7 +31,7 @@ async def client_config(request: Request) -> Response:
     config = service_of(request).config
     return json_response(
         {
-            # In order, one by one: official clients would otherwise post later chunks first.
+            # One chunk at a time: official clients would otherwise send later chunks first.
             "parallel_fwdbwd_chunks": False,
             "custom_loss_server_side": False,
             "proto_compress_fwdbwd": False,
@@ -59,7 +59,7 @@ async def auth_token(request: Request) -> Response:
 
 
 async def healthz(request: Request) -> Response:
-    """True only if work can be done: for load balancers, and for people who wait."""
+    """Return 200 only if the service can work, for load balancers and for people who wait; otherwise 503."""
     service = service_of(request)
     state = service.engine.state
     detail = (state.reason or "The engine is starting.") if not state.is_ready else service.worker.pause_reason
@@ -93,7 +93,7 @@ async def whoami(request: Request) -> Response:
 
 
 async def revoke_key(request: Request) -> Response:
-    """Revokes the key that the request carries, and no other."""
+    """Revoke the key that the request carries, and no other."""
     service = service_of(request)
     key = await service.access.revoke(api_key_in(request.headers.raw))
     await write_audit(service, tenant_of(request), "key.revoke", key.hint)
@@ -104,7 +104,7 @@ async def revoke_key(request: Request) -> Response:
 
 
 async def write_audit(service: Service, tenant: str, action: str, target: str, **detail: Any) -> None:
-    """Write a line into the audit log. `action` is `noun.verb`."""
+    """Add an entry to the audit log. `action` is `noun.verb`."""
     entry = AuditEntry(
         id=uuid4().hex, at=service.clock.wall(), tenant=tenant, action=action, target=target, detail=detail
     )
@@ -112,18 +112,18 @@ async def write_audit(service: Service, tenant: str, action: str, target: str, *
 
 
 async def audit_log(request: Request) -> Response:
-    """The events of one day (UTC; today if none is named), oldest first. A log of this service alone."""
+    """Return the events of one day (UTC; today by default), oldest first."""
     service = service_of(request)
-    wanted = request.query_params.get("event_type", "all")
+    event_type = request.query_params.get("event_type", "all")
     day = request.query_params.get("day")
     try:
         date = dt.date.fromisoformat(day) if day else dt.datetime.fromtimestamp(service.clock.wall(), dt.UTC).date()
     except ValueError:
         raise bad_request(f"day must be a date such as 2026-01-31, not {day!r}.", "bad_day") from None
     start = dt.datetime.combine(date, dt.time(), dt.UTC).timestamp()
-    found = await service.db(_audit_of, service.store, tenant_of(request), start, start + 86400)
-    noun = "" if wanted == "all" else wanted.removesuffix("s") + "."
-    return json_response({"entries": [views.audit_entry(entry) for entry in found if entry.action.startswith(noun)]})
+    entries = await service.db(_audit_of, service.store, tenant_of(request), start, start + 86400)
+    noun = "" if event_type == "all" else event_type.removesuffix("s") + "."
+    return json_response({"entries": [views.audit_entry(entry) for entry in entries if entry.action.startswith(noun)]})
 
 
 def _audit_of(store: Store, tenant: str, start: float, end: float) -> list[AuditEntry]:
@@ -136,8 +136,8 @@ def _audit_of(store: Store, tenant: str, start: float, end: float) -> list[Audit
 
 async def billing_usage(request: Request) -> Response:
     raise bad_request(
-        "There is no billing on a service of your own, so there is no usage to bill. "
-        "/metrics counts tokens and requests, and checkpoint storage has real numbers.",
+        "A self-hosted service has no billing, so there are no usage events. "
+        "/metrics counts tokens and requests, and the usage of checkpoint storage is measured.",
         "no_billing",
     )
 

@@ -1,4 +1,4 @@
-"""Checkpoints: listing them, describing them, publishing, keeping and deleting them."""
+"""Endpoints for checkpoints: list, describe, publish, expire, delete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tinkex.store.records import CheckpointRecord
 
 
 async def list_checkpoints(request: Request) -> Response:
-    """All of a run's: clients ask for no page here."""
+    """Return all checkpoints of a run: clients request no page here."""
     service = service_of(request)
     run = await find_run(service, tenant_of(request), request.path_params["run_id"])
     now = service.clock.wall()
@@ -46,7 +46,10 @@ async def list_user_checkpoints(request: Request) -> Response:
 
 
 def _visible(request: Request, saved: list[CheckpointRecord]) -> list[dict[str, Any]]:
-    """Official clients before 0.28 know no exports: one in a list makes them refuse the whole list."""
+    """Return the checkpoints as JSON, without exports for official clients before 0.28.
+
+    An export in a list makes such a client reject the whole list.
+    """
     version = re.match(r"(\d{1,6})\.(\d{1,6})", request.headers.get("x-stainless-package-version", ""))
     is_old = version is not None and (int(version[1]), int(version[2])) < (0, 28)
     return [views.checkpoint(record) for record in saved if not (is_old and record.kind == "external_weights")]
@@ -54,11 +57,11 @@ def _visible(request: Request, saved: list[CheckpointRecord]) -> list[dict[str, 
 
 async def delete_checkpoint(request: Request) -> Response:
     service = service_of(request)
-    saved = await _named(request)
-    gone = await service.db(service.store.delete_checkpoint, saved.path)
-    if gone is not None:
-        # The row first: a crash in between leaves a folder that nobody names, which the janitor finds.
-        await asyncio.to_thread(folders.remove, service.config.data_dir, gone.folder)
+    saved = await _own_checkpoint(request)
+    deleted = await service.db(service.store.delete_checkpoint, saved.path)
+    if deleted is not None:
+        # The row first: a crash in between leaves a folder without a row, which the janitor deletes.
+        await asyncio.to_thread(folders.remove, service.config.data_dir, deleted.folder)
         await write_audit(service, saved.tenant, "checkpoint.delete", saved.path, size_bytes=saved.size_bytes)
     return json_response(None)
 
@@ -73,7 +76,7 @@ async def unpublish_checkpoint(request: Request) -> Response:
 
 async def _set_public(request: Request, is_public: bool) -> Response:
     service = service_of(request)
-    saved = await _named(request)
+    saved = await _own_checkpoint(request)
     await service.db(service.store.set_public, saved.path, is_public)
     await write_audit(service, saved.tenant, "checkpoint.publish" if is_public else "checkpoint.unpublish", saved.path)
     return json_response(None)
@@ -81,7 +84,7 @@ async def _set_public(request: Request, is_public: bool) -> Response:
 
 async def set_checkpoint_ttl(request: Request) -> Response:
     service = service_of(request)
-    saved = await _named(request)
+    saved = await _own_checkpoint(request)
     ttl_s = parse_ttl(await read_json(request))
     expires_at = None if ttl_s is None else service.clock.wall() + ttl_s
     await service.db(service.store.set_expiry, saved.path, expires_at)
@@ -95,7 +98,7 @@ async def weights_info(request: Request) -> Response:
     return json_response(views.weights_info(await find_readable_checkpoint(service, tenant_of(request), path)))
 
 
-async def _named(request: Request) -> CheckpointRecord:
-    """The checkpoint of the URL, if the caller may change it."""
+async def _own_checkpoint(request: Request) -> CheckpointRecord:
+    """Return the checkpoint that the URL names, if the tenant may change it."""
     path = f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
     return await find_own_checkpoint(service_of(request), tenant_of(request), path)

@@ -1,4 +1,4 @@
-"""Files over HTTP: links to the files of checkpoints, the downloads behind them, and the tokenizers of models."""
+"""Endpoints for files: links to the files of checkpoints, the downloads themselves, and the tokenizers of models."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ TOKENIZER_FILES = frozenset(
         "generation_config.json",
     }
 )
-"""What a tokenizer may consist of, and nothing else of a model's folder. config.json names its class."""
+"""The only files of a model's folder that can be read: those of a tokenizer. config.json names its class."""
 
 
 async def checkpoint_archive(request: Request) -> Response:
-    """A redirect to a tar of the checkpoint. With `redirect=false`, its address: no page can read a redirect."""
-    saved = await _named(request)
+    """Redirect to a tar of the checkpoint. With `redirect=false`, return its URL: a web page cannot read a redirect."""
+    saved = await _readable_checkpoint(request)
     expires_at = _expiry(request)
     url = _link(request, saved, ARCHIVE, expires_at)
     headers = {"expires": formatdate(expires_at, usegmt=True), "cache-control": "no-store"}
@@ -50,8 +50,8 @@ async def checkpoint_archive(request: Request) -> Response:
 
 
 async def external_weights_urls(request: Request) -> Response:
-    """The address of each file."""
-    saved = await _named(request)
+    """Return the URL of each file."""
+    saved = await _readable_checkpoint(request)
     expires_at = _expiry(request)
     urls = {name: _link(request, saved, name, expires_at) for name in sorted(saved.files)}
     await write_audit(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
@@ -59,7 +59,7 @@ async def external_weights_urls(request: Request) -> Response:
 
 
 async def download_file(request: Request) -> Response:
-    """`GET /api/v1/files/{token}/{name}`: what those addresses lead to. The token is the right to read."""
+    """`GET /api/v1/files/{token}/{name}`: send a file or the archive. The signed token is the permission to read."""
     service = service_of(request)
     token, name = request.path_params["token"], request.path_params["name"]
     path = links.verify(service.config.data_dir, token, service.clock.wall())
@@ -70,13 +70,13 @@ async def download_file(request: Request) -> Response:
         raise not_found("file", name)
     try:
         download = await asyncio.to_thread(_open, service.config.data_dir, saved, name)
-    except FileNotFoundError:  # deleted while it was asked for
+    except FileNotFoundError:  # deleted meanwhile
         raise not_found("checkpoint", path) from None
     return respond(request, download, name)
 
 
 async def tokenizer_file(request: Request) -> Response:
-    """Only of models that are served, only files of a tokenizer: no text of a client becomes a path."""
+    """Send a file of a tokenizer, of models that are served only. No text of a client becomes a path."""
     service = service_of(request)
     tokenizer, name = request.path_params["tokenizer"], request.path_params["file"]
     try:
@@ -92,8 +92,8 @@ async def tokenizer_file(request: Request) -> Response:
     return Response(content, media_type="application/octet-stream", headers={"cache-control": "private"})
 
 
-async def _named(request: Request) -> CheckpointRecord:
-    """The checkpoint of the URL, if the caller may read it."""
+async def _readable_checkpoint(request: Request) -> CheckpointRecord:
+    """Return the checkpoint that the URL names, if the tenant may read it."""
     path = f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
     return await find_readable_checkpoint(service_of(request), tenant_of(request), path)
 

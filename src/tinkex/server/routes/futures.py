@@ -1,4 +1,4 @@
-"""Results: one long poll per request, one for many, and taking a sample back."""
+"""Endpoints for results: a long poll for one request, one for many, and cancelling a sample."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tinkex.wire.body import PROTOBUF
 from tinkex.wire.dialect import Dialect
 
 STOPPING_S = 1.0
+"""How long to hold a poll while the service stops."""
 METADATA_OVER_BYTES = 1 << 20
-"""From this size on a client that can is told the size first, so that it can make room."""
+"""Of a larger result, a client that supports it gets the size first, so that it can free memory."""
 
 
 async def retrieve_future(request: Request) -> Response:
@@ -45,9 +46,9 @@ async def retrieve_future(request: Request) -> Response:
         if row is None or row.tenant != tenant or row.state == "refused":
             raise not_found("request", request_id)
         if row.state == "queued":
-            # The service is about to stop: it runs after the next start. Not at once, or the client asks as fast.
+            # The service is stopping; the operation runs after the next start. Wait, or the client polls without pause.
             await service.waiters.wait(request_id, STOPPING_S)
-            return _not_yet("active", "it waits in the journal")
+            return _not_yet("active", "the operation waits in the journal")
         outcome = await _stored(service, row)
     if outcome.tenant != tenant:
         raise not_found("request", request_id)
@@ -57,14 +58,14 @@ async def retrieve_future(request: Request) -> Response:
 
 
 async def _stored(service: Service, row: OperationRecord) -> FinishedOperation:
-    """How an operation ended, from the journal."""
+    """Return how an operation ended, from the journal."""
     if row.state == "failed":
         return FinishedOperation(
             row.tenant, error=row.error or "The operation failed.", category=row.category or "server"
         )
     content = await service.db(service.store.result, row.request_id)
     if content is None or row.result_type is None:
-        raise RequestRejected(410, f"The result of {row.request_id} was kept for a day and is gone.", "result_expired")
+        raise RequestRejected(410, f"The result of {row.request_id} has expired and was deleted.", "result_expired")
     return FinishedOperation(row.tenant, content, row.result_type)
 
 
@@ -87,7 +88,7 @@ async def _sample(
     sample = service.sampling.find(tenant, request_id)
     if sample is None:
         raise RequestRejected(
-            410, f"The sample {request_id} is no longer here. Ask for it again.", "sample_lost", "server"
+            410, f"The sample {request_id} is no longer stored. Request it again.", "sample_lost", "server"
         )
     await service.sampling.wait(sample, service.waiters.hold_s(service.config.poll_hold_s))
     if not sample.is_done:
@@ -117,13 +118,13 @@ async def retrieve_futures(request: Request) -> Response:
     if isinstance(cursor, bool) or not isinstance(cursor, int):
         raise bad_request("prev_cursor must be a whole number.", "bad_cursor")
     hold_s = service.waiters.hold_s(service.config.poll_hold_s)
-    found, upto = await service.sampling.completed(str(sampler_id), cursor, hold_s)
-    completions = [{"state": state, "request_id": request_id} for request_id, state in found]
-    return json_response({"completions": completions, "cursor": upto})
+    completed, cursor = await service.sampling.completed(str(sampler_id), cursor, hold_s)
+    completions = [{"state": state, "request_id": request_id} for request_id, state in completed]
+    return json_response({"completions": completions, "cursor": cursor})
 
 
 async def cancel_future(request: Request) -> Response:
-    """Samples are taken back. Training that was accepted runs to its end: later operations build on it."""
+    """Cancel a sample. Accepted training is not cancelled, because later operations build on it."""
     service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     request_id = body.get("request_id")
     sample = service.sampling.find(tenant, request_id) if isinstance(request_id, str) else None

@@ -1,4 +1,4 @@
-"""What the console and `tinkex run watch` read: a run's steps, the queue, what failed. A tenant sees its own."""
+"""Endpoints for the console and `tinkex run watch`: a run's steps, the queue, failed operations of the tenant."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def run_steps(request: Request) -> Response:
         most_steps = int(request.query_params.get("most_steps", MAX_OPERATIONS))
     except ValueError:
         raise bad_request("after_seq_id and most_steps must be whole numbers.", "bad_page") from None
-    is_active = service.worker.is_active(run.id)  # before the rows: who reads "idle" has read all that was done
+    is_active = service.worker.is_active(run.id)  # before the rows: a client that reads "idle" has read all steps
     rows = await service.db(service.store.done_since, run.id, after, MAX_OPERATIONS)
     steps, open_passes = steps_of(rows, is_cut=len(rows) == MAX_OPERATIONS)
     return json_response(
@@ -47,7 +47,7 @@ async def service_state(request: Request) -> Response:
     engine, worker = service.engine.state, service.worker
     checkpoints, size_bytes = await service.db(service.store.usage, tenant)
     uses_keys = await service.access.uses_keys()
-    own = worker.waiting(tenant)  # after all that is awaited: what has ended is not in line
+    own = worker.waiting(tenant)  # after every await: operations that ended meanwhile are not in it
     return json_response(
         {
             "version": __version__,

@@ -1,4 +1,4 @@
-"""Training runs and samplers, for reading: what they are, and what they have saved."""
+"""Endpoints that describe training runs and samplers, and helpers that list what they saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAGE = 500
 
 
 async def list_training_runs(request: Request) -> Response:
-    """`access_scope` makes no difference: a tenant's runs are its own."""
+    """Return a page of the tenant's runs. `access_scope` makes no difference: a tenant sees only its own runs."""
     service, tenant = service_of(request), tenant_of(request)
     offset, limit = parse_page(request, 20)
     project_id = request.query_params.get("project_id")
@@ -32,12 +32,12 @@ async def list_training_runs(request: Request) -> Response:
         if project_id is None:
             runs, total = service.store.list_runs(tenant, offset, limit)
         else:
-            found = runs_in_project(service.store, tenant, project_id)
-            runs, total = found[offset : offset + limit], len(found)
+            in_project = runs_in_project(service.store, tenant, project_id)
+            runs, total = in_project[offset : offset + limit], len(in_project)
         return [_view(service.store, run, now) for run in runs], total
 
-    shown, total = await service.db(read)
-    return json_response({"training_runs": shown, "cursor": views.cursor(offset, limit, total)})
+    views_of_runs, total = await service.db(read)
+    return json_response({"training_runs": views_of_runs, "cursor": views.cursor(offset, limit, total)})
 
 
 async def get_training_run(request: Request) -> Response:
@@ -50,7 +50,7 @@ async def get_info(request: Request) -> Response:
     service = service_of(request)
     run = await find_run(service, tenant_of(request), require_text(await read_json(request), "model_id"), "model")
     info = views.run_info(run, _served(service, run.base_model))
-    # Ours: a client that lost its own count (a crash, another process) goes on after the last number that came in.
+    # An addition of ours: a client that lost its count (a crash, another process) continues after this number.
     return json_response({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
 
 
@@ -62,7 +62,7 @@ async def get_sampler(request: Request) -> Response:
 
 
 def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
-    """Every entry of a list that the store gives by offset and limit."""
+    """Yield every entry of a list that the store returns in pages."""
     offset = 0
     while True:
         page, total = read(offset, _PAGE)
@@ -73,12 +73,12 @@ def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
 
 
 def checkpoints_of(store: Store, tenant: str, run_id: str | None, now: float) -> Iterator[CheckpointRecord]:
-    """All live ones of a run, or of a tenant, the newest first."""
+    """Yield all live checkpoints of a run, or of a tenant, newest first."""
     return pages(lambda offset, limit: store.list_checkpoints(tenant, run_id, offset, limit, now))
 
 
 def runs_in_project(store: Store, tenant: str, project_id: str) -> list[RunRecord]:
-    """Runs whose session was put into a project. Sessions that were not are in none."""
+    """Return the runs whose session was assigned to a project."""
     projects: dict[str, str | None] = {}
 
     def project(run: RunRecord) -> str | None:
@@ -93,8 +93,8 @@ def runs_in_project(store: Store, tenant: str, project_id: str) -> list[RunRecor
 
 
 def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: float) -> list[CheckpointRecord]:
-    inside = {run.id for run in runs_in_project(store, tenant, project_id)}
-    return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in inside]
+    run_ids = {run.id for run in runs_in_project(store, tenant, project_id)}
+    return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in run_ids]
 
 
 def _view(store: Store, run: RunRecord, now: float) -> dict[str, object]:
@@ -102,7 +102,7 @@ def _view(store: Store, run: RunRecord, now: float) -> dict[str, object]:
 
 
 def _served(service: Service, base_model: str) -> ModelInfo | None:
-    """The model of an old run need not be served any more."""
+    """Return the model, or None: that of an old run need not be served any more."""
     try:
         return service.catalog.find(base_model)
     except RequestRejected:

@@ -1,4 +1,4 @@
-"""Samplers and samples: polled for, or streamed as server-sent events."""
+"""Endpoints for samplers and samples. A sample is polled for, or streamed as server-sent events."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ async def create_sampling_session(request: Request) -> Response:
         created_at=service.clock.wall(),
         model_path=path,
     )
-    standing = await service.db(service.store.add_sampler, sampler)
-    if (standing.base_model, standing.model_path, standing.folder) != (sampler.base_model, path, None):
+    stored = await service.db(service.store.add_sampler, sampler)
+    if (stored.base_model, stored.model_path, stored.folder) != (sampler.base_model, path, None):
         raise bad_request(
-            f"Sampling session {sampler.id} exists already and samples from something else. "
+            f"Sampling session {sampler.id} exists already and samples from another model. "
             "Use another sampling_session_seq_id.",
             "conflict",
         )
@@ -69,13 +69,15 @@ async def join_sampling_session(request: Request) -> Response:
 
 async def asample(request: Request) -> Response:
     service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
-    asked, target, spec = await _read(service, tenant, content)
-    name: object = asked.seq_id if asked.seq_id is not None else request.headers.get("x-idempotency-key")
-    # The content is part of the key: clients that share a sampler without joining it count from 0 too.
+    sample_request, target, spec = await _read(service, tenant, content)
+    name: object = (
+        sample_request.seq_id if sample_request.seq_id is not None else request.headers.get("x-idempotency-key")
+    )
+    # The body is part of the key, because clients that share a sampler without joining it all count from 0.
     digest = hashlib.blake2b(content, digest_size=16).digest()
-    key = None if name is None else (tenant, asked.sampling_session_id, name, digest)
-    layout = asked.target_prompt_logprobs
-    sample = service.sampling.submit(tenant, asked.sampling_session_id or "", target, spec, key, layout)
+    key = None if name is None else (tenant, sample_request.sampling_session_id, name, digest)
+    layout = sample_request.target_prompt_logprobs
+    sample = service.sampling.submit(tenant, sample_request.sampling_session_id or "", target, spec, key, layout)
     return json_response({"request_id": sample.id, "sample_sequence_ids": sample.sequence_ids})
 
 
@@ -86,27 +88,29 @@ async def _read(
     body["sampling_params"] = {
         name: value for name, value in (optional_object(body, "sampling_params") or {}).items() if value is not None
     }
-    asked = parse_as(SampleRequest, body)
-    if asked.sampling_session_id is not None:
-        _, target = await service.sampling.sampler(tenant, asked.sampling_session_id)
+    sample_request = parse_as(SampleRequest, body)
+    if sample_request.sampling_session_id is not None:
+        _, target = await service.sampling.sampler(tenant, sample_request.sampling_session_id)
     else:
-        target = await service.sampling.open(tenant, base_model=asked.base_model, model_path=asked.model_path)
-    return asked, target, spec_of(asked, target, is_streamed=is_streamed)
+        target = await service.sampling.open(
+            tenant, base_model=sample_request.base_model, model_path=sample_request.model_path
+        )
+    return sample_request, target, spec_of(sample_request, target, is_streamed=is_streamed)
 
 
 async def sample_stream(request: Request) -> Response:
     service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
-    asked, target, spec = await _read(service, tenant, content, is_streamed=True)
-    return await open_event_stream(_events(service.sampling.run(tenant, target, spec), asked), _error_event)
+    sample_request, target, spec = await _read(service, tenant, content, is_streamed=True)
+    return await open_event_stream(_events(service.sampling.run(tenant, target, spec), sample_request), _error_event)
 
 
-async def _events(samples: AsyncIterator[SampleEvent], asked: SampleRequest) -> AsyncGenerator[bytes, None]:
+async def _events(samples: AsyncIterator[SampleEvent], sample_request: SampleRequest) -> AsyncGenerator[bytes, None]:
     """Yield the encoded events of a stream: `token` for each step, then `done` with the whole result, or `error`."""
     async with aclosing(samples):  # type: ignore[type-var]
         try:
             async for event in samples:
                 if isinstance(event, Sampled):
-                    response = response_of(event, asked.target_prompt_logprobs, [""] * len(event.sequences))
+                    response = response_of(event, sample_request.target_prompt_logprobs, [""] * len(event.sequences))
                     yield sse.encode("done", json_codec.encode(json_codec.dump(response, Dialect.PROTO)))
                     return
                 token = {"index": event.index, "tokens": event.tokens, "logprobs": event.logprobs}

@@ -1,4 +1,4 @@
-"""Models and the operations that run on them: decoded, checked, turned into the engine's command, journaled."""
+"""Endpoints for models and training operations: decode, check, build the engine's command, hand it to the journal."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ async def _created(service: Service, run: RunRecord, kind: str, options: dict[st
 
 async def unload_model(request: Request) -> Response:
     service, body = service_of(request), await read_json(request)
-    lane = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
-    return await _submit(service, lane, body, "unload_model", lambda: (b"", {}, 0))
+    queue = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
+    return await _submit(service, queue, body, "unload_model", lambda: (b"", {}, 0))
 
 
 async def forward(request: Request) -> Response:
@@ -95,75 +95,75 @@ async def forward_backward(request: Request) -> Response:
 
 
 async def _pass(request: Request, kind: str) -> Response:
-    """Forward, with or without backward. Protobuf bodies say themselves which of the two."""
+    """Submit a forward pass, with or without backward. A protobuf body tells itself which of the two."""
     service, tenant, content = service_of(request), tenant_of(request), await read_body(request)
     is_protobuf = PROTOBUF in request.headers.get("content-type", "").lower()
     read = _read_protobuf if is_protobuf else _read_json
-    given = await asyncio.to_thread(read, content, kind) if len(content) > IN_THREAD_BYTES else read(content, kind)
-    if given.problem is not None and given.model_id is None:
-        raise given.problem  # it is not known whose it is
-    lane = await service.intake.run_queue(tenant, given.model_id)
-    model = service.catalog.find(lane.run.base_model)
+    decoded = await asyncio.to_thread(read, content, kind) if len(content) > IN_THREAD_BYTES else read(content, kind)
+    if decoded.error is not None and decoded.model_id is None:
+        raise decoded.error  # its run is unknown
+    queue = await service.intake.run_queue(tenant, decoded.model_id)
+    model = service.catalog.find(queue.run.base_model)
 
     def make() -> tuple[bytes, dict[str, Any], int]:
-        if given.problem is not None:
-            raise given.problem
-        batch = given.batch
-        is_forward = given.kind == "forward"
+        if decoded.error is not None:
+            raise decoded.error
+        batch = decoded.batch
+        is_forward = decoded.kind == "forward"
         tokens = check_data(batch.data, batch.loss_fn, batch.loss_fn_config, model, is_forward=is_forward)
-        frame = pass_frame(given.kind, lane.run.id, batch.data, batch.loss_fn, batch.loss_fn_config)
+        frame = pass_frame(decoded.kind, queue.run.id, batch.data, batch.loss_fn, batch.loss_fn_config)
         return frame.encode(), {}, tokens
 
-    fields = {"seq_id": given.seq_id}
-    return await _submit(service, lane, fields, given.kind, make, in_thread=len(content) > IN_THREAD_BYTES)
+    fields = {"seq_id": decoded.seq_id}
+    return await _submit(service, queue, fields, decoded.kind, make, in_thread=len(content) > IN_THREAD_BYTES)
 
 
-class _Given:
-    """A pass as it came in. What is wrong with its data is kept: the run must hear that its number arrived."""
+class _PassRequest:
+    """A decoded pass. An error in its data is stored, because the run must learn that its number arrived."""
 
-    __slots__ = ("batch", "kind", "model_id", "problem", "seq_id")
+    __slots__ = ("batch", "error", "kind", "model_id", "seq_id")
 
     def __init__(self, kind: str, model_id: object, seq_id: object) -> None:
         self.kind, self.model_id, self.seq_id = kind, model_id, seq_id
         self.batch: Any = None
-        self.problem: RequestRejected | None = None
+        self.error: RequestRejected | None = None
 
 
-def _read_protobuf(content: bytes, kind: str) -> _Given:
+def _read_protobuf(content: bytes, kind: str) -> _PassRequest:
     try:
         request = proto_codec.decode_forward_backward_request(content)
-    except ValidationError as problem:
-        given = _Given(kind, *proto_codec.peek_forward_backward_request(content))
-        given.problem = bad_request(str(problem), problem.code)
-        return given
+    except ValidationError as error:
+        decoded = _PassRequest(kind, *proto_codec.peek_forward_backward_request(content))
+        decoded.error = bad_request(str(error), error.code)
+        return decoded
     is_forward = isinstance(request, ForwardRequest)
-    given = _Given("forward" if is_forward else "forward_backward", request.model_id, request.seq_id)
-    given.batch = request.forward_input if isinstance(request, ForwardRequest) else request.forward_backward_input
-    return given
+    decoded = _PassRequest("forward" if is_forward else "forward_backward", request.model_id, request.seq_id)
+    decoded.batch = request.forward_input if isinstance(request, ForwardRequest) else request.forward_backward_input
+    return decoded
 
 
-def _read_json(content: bytes, kind: str) -> _Given:
+def _read_json(content: bytes, kind: str) -> _PassRequest:
     body = parse_json_object(content)
-    given = _Given(kind, body.get("model_id"), body.get("seq_id"))
+    decoded = _PassRequest(kind, body.get("model_id"), body.get("seq_id"))
     try:
         if kind == "forward":
-            given.batch = parse_as(ForwardRequest, body).forward_input
+            decoded.batch = parse_as(ForwardRequest, body).forward_input
         else:
-            given.batch = parse_as(ForwardBackwardRequest, body).forward_backward_input
-    except RequestRejected as problem:
-        given.problem = problem
-    return given
+            decoded.batch = parse_as(ForwardBackwardRequest, body).forward_backward_input
+    except RequestRejected as error:
+        decoded.error = error
+    return decoded
 
 
 async def optim_step(request: Request) -> Response:
     service, body = service_of(request), await read_json(request)
-    lane = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
+    queue = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
 
     def make() -> tuple[bytes, dict[str, Any], int]:
-        command = {"op": "optim_step", "adapter": lane.run.id, **_adam(body)}
+        command = {"op": "optim_step", "adapter": queue.run.id, **_adam(body)}
         return Frame(command).encode(), {}, 0
 
-    return await _submit(service, lane, body, "optim_step", make)
+    return await _submit(service, queue, body, "optim_step", make)
 
 
 def _adam(body: dict[str, Any]) -> dict[str, float]:
@@ -192,7 +192,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
 
 async def _save(request: Request, kind: str) -> Response:
     service, body = service_of(request), await read_json(request)
-    lane = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
+    queue = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
 
     def make() -> tuple[bytes, dict[str, Any], int]:
         if body.get("age_encryption_recipients"):
@@ -212,15 +212,15 @@ async def _save(request: Request, kind: str) -> Response:
         }
         return b"", options, 0
 
-    return await _submit(service, lane, body, kind, make)
+    return await _submit(service, queue, body, kind, make)
 
 
 async def load_weights(request: Request) -> Response:
     service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     if body.get("model_id") is None and body.get("session_id") is not None:
         return await _create_from(service, tenant, body)
-    lane = await service.intake.run_queue(tenant, body.get("model_id"))
-    return await _submit(service, lane, body, "load_weights", lambda: (b"", _load_options(body), 0))
+    queue = await service.intake.run_queue(tenant, body.get("model_id"))
+    return await _submit(service, queue, body, "load_weights", lambda: (b"", _load_options(body), 0))
 
 
 def _load_options(body: dict[str, Any]) -> dict[str, Any]:
@@ -228,12 +228,12 @@ def _load_options(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(path, str):
         raise bad_request("path is missing: the tinker:// path of a checkpoint.", "bad_path")
     ParsedCheckpointTinkerPath.from_tinker_path(path)
-    # Clients before 0.6 do not say: weights only, then.
+    # Clients before 0.6 do not send it: load only the weights then.
     return {"path": path, "optimizer": body.get("optimizer") is True}
 
 
 async def _create_from(service: Service, tenant: str, body: dict[str, Any]) -> Response:
-    """A new run that begins with saved weights, in one request."""
+    """Create a run from saved weights, in one request."""
     options = _load_options(body)
     source = await find_readable_checkpoint(service, tenant, options["path"])
     base = service.catalog.find(source.base_model).name
@@ -243,20 +243,23 @@ async def _create_from(service: Service, tenant: str, body: dict[str, Any]) -> R
 
 async def _submit(
     service: Service,
-    lane: RunQueue,
+    queue: RunQueue,
     fields: dict[str, Any],
     kind: str,
     make: Callable[[], tuple[bytes, dict[str, Any], int]],
     *,
     in_thread: bool = False,
 ) -> Response:
-    """Make the command. A number whose content is refused counts as arrived: the next one does not wait for it."""
+    """Build the command and submit it.
+
+    A sequence number whose content is rejected counts as arrived, so that the next one does not wait for it.
+    """
     seq_id = fields.get("seq_id")
     try:
         command, options, tokens = await asyncio.to_thread(make) if in_thread else make()
-    except (RequestRejected, ValidationError) as problem:
-        refused = problem if isinstance(problem, RequestRejected) else bad_request(str(problem), problem.code)
-        await service.intake.reject(lane, seq_id, kind, refused)
-        raise refused from None
-    request_id = await service.intake.submit(lane, seq_id, kind, command, options=options, tokens=tokens)
-    return json_response({"request_id": request_id, "model_id": lane.run.id})
+    except (RequestRejected, ValidationError) as error:
+        rejected = error if isinstance(error, RequestRejected) else bad_request(str(error), error.code)
+        await service.intake.reject(queue, seq_id, kind, rejected)
+        raise rejected from None
+    request_id = await service.intake.submit(queue, seq_id, kind, command, options=options, tokens=tokens)
+    return json_response({"request_id": request_id, "model_id": queue.run.id})
