@@ -1,4 +1,4 @@
-"""Frames keep what they are given, byte for byte, and notice when something is missing."""
+"""Frames and packets keep their content byte for byte, and truncated ones are rejected."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_the_heads_of_a_frame_are_not_changed_by_encoding_it() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 5, 12, 20, -1])
-def test_a_frame_that_was_cut_short_is_refused(cut: int) -> None:
+def test_a_truncated_frame_is_rejected(cut: int) -> None:
     with pytest.raises(ValueError, match="frame"):
         decode(Frame({"op": "forward"}, [b"12345678"]).encode()[:cut])
 
 
-def test_a_frame_with_something_behind_it_is_refused() -> None:
+def test_a_frame_with_trailing_bytes_is_rejected() -> None:
     with pytest.raises(ValueError, match="has 1"):
         decode(Frame({}, [b"x" * 900]).encode() + b"more" * 50)
 

@@ -1,4 +1,4 @@
-"""The engine as a process: what is asked is answered, whatever fails fails alone, and nothing is left behind."""
+"""The engine as a process: commands get replies, a failing command fails alone, no process is left behind."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def with_engine(test: Test, name: str = "model", clock: FakeClock | None = None)
 
 @pytest.mark.usefixtures("scripted")
 class TestScripted:
-    def test_a_command_is_answered_with_its_buffers_and_without_its_number(self) -> None:
+    def test_a_reply_has_the_commands_tenant_and_buffers(self) -> None:
         async def test(engine: LocalEngine) -> None:
             for size in (0, 5, 3_000_000):
                 reply = await engine.run(Frame({"op": "echo", "x": [1, None]}, [bytes(size), b"tail"]), tenant="ann")
@@ -165,7 +165,7 @@ class TestScripted:
 
         with_engine(test)
 
-    def test_a_sample_that_nobody_wants_any_more_is_cancelled(self) -> None:
+    def test_closing_a_sample_cancels_it_in_the_engine(self) -> None:
         async def test(engine: LocalEngine) -> None:
             closed = engine.sample(ENDLESS)
             await anext(closed)
@@ -179,7 +179,7 @@ class TestScripted:
 
         with_engine(test)
 
-    def test_a_refused_sample_and_a_broken_step_do_not_stop_the_sampler(self) -> None:
+    def test_a_rejected_sample_and_a_failing_step_do_not_stop_the_sampler(self) -> None:
         async def test(engine: LocalEngine) -> None:
             with pytest.raises(EngineFault, match="There is no such base"):
                 await collect(engine, SampleSpec(base="none"))
@@ -212,7 +212,7 @@ class TestScripted:
 
         with_engine(test)
 
-    def test_signals_to_the_whole_group_are_the_servers_to_act_upon(self) -> None:
+    def test_the_engine_ignores_signals_to_the_whole_group(self) -> None:
         async def test(engine: LocalEngine) -> None:
             os.kill(engine.state.pid, signal.SIGINT)
             os.kill(engine.state.pid, signal.SIGTERM)
@@ -241,7 +241,7 @@ class TestScripted:
 
         with_engine(test, clock=clock)
 
-    def test_a_model_that_cannot_be_loaded_is_told_by_start(self) -> None:
+    def test_start_raises_if_a_model_cannot_be_loaded(self) -> None:
         async def test() -> None:
             engine = LocalEngine([ModelInfo(name="broken", folder="")])
             for _ in range(2):
@@ -267,7 +267,7 @@ class TestScripted:
 
         asyncio.run(test())
 
-    def test_a_child_that_talks_nonsense_is_ended(self) -> None:
+    def test_a_child_that_sends_no_valid_packet_is_killed(self) -> None:
         async def test() -> None:
             engine = LocalEngine([ModelInfo(name="garbage", folder="")])
             with pytest.raises(EngineFault, match="not a packet"):
@@ -307,7 +307,7 @@ class TestScripted:
 
         asyncio.run(test())
 
-    def test_closing_kills_a_child_that_does_not_listen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_closing_kills_a_child_that_does_not_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host, "CLOSE_WITHIN_S", 0.1)
 
         async def test(engine: LocalEngine) -> None:
@@ -318,7 +318,7 @@ class TestScripted:
 
         with_engine(test)
 
-    def test_statistics_come_unasked(self) -> None:
+    def test_statistics_are_sent_without_a_request(self) -> None:
         async def test(engine: LocalEngine) -> None:
             await collect(engine, STREAM)
             await until(lambda: engine.state.extras.get("tokens_sampled") == 5, "statistics")
@@ -332,13 +332,13 @@ def test_the_pause_before_a_restart_doubles_up_to_half_a_minute() -> None:
     assert restart_delay_s(10**6) == 30
 
 
-def test_exit_codes_are_put_into_words() -> None:
+def test_exit_codes_are_described() -> None:
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(-11) == "was killed by signal 11"
     assert "out of memory" in describe_exit(-9)
 
 
-def test_a_device_that_is_not_there_is_refused_in_a_sentence() -> None:
+def test_a_missing_device_is_rejected_with_the_usable_ones() -> None:
     import torch
 
     from tinkex.engine.process.main import pick_device

@@ -1,4 +1,4 @@
-"""The engine's loop: an engine that slept waits a moment for company; nothing keeps it from working."""
+"""The engine's loop: an idle engine waits a moment for company, and nothing delays its work for longer."""
 
 from __future__ import annotations
 

@@ -543,7 +543,7 @@ def test_a_datum_longer_than_the_budget_runs_when_its_pass_has_waited_longest(ti
     assert sizes(tiny, 100, {"huge": [500], "small": [10]}) == {"huge": [500], "small": []}
 
 
-def test_a_party_with_many_long_passes_does_not_keep_another_waiting(tiny: Model) -> None:
+def test_a_tenant_with_many_long_passes_does_not_keep_another_waiting(tiny: Model) -> None:
     session = Session(tiny, token_budget=40)
     names = [f"a{number}" for number in range(6)]
     for name in (*names, "b"):

@@ -1,4 +1,4 @@
-"""Turns: half of the time each, nobody starves, nobody saves up."""
+"""Turns: each side gets half of the time; none starves, none saves up turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shares(turns: Turns, until_s: float, batch_s: float, step_s: float) -> dict[
     return spent
 
 
-def test_with_nothing_to_do_nobody_has_the_turn() -> None:
+def test_without_work_there_is_no_turn() -> None:
     assert Turns().choose(can_train=False, can_decode=False) is None
 
 
@@ -58,7 +58,7 @@ def test_on_a_tie_training_goes_first() -> None:
     assert Turns().choose(can_train=True, can_decode=True) is EngineTurn.TRAIN
 
 
-def test_an_hour_alone_earns_nobody_a_debt() -> None:
+def test_an_hour_alone_makes_no_debt() -> None:
     turns = Turns()
     turns.choose(can_train=True, can_decode=False)
     turns.charge(EngineTurn.TRAIN, 3600.0)

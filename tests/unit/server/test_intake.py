@@ -1,4 +1,4 @@
-"""An attempt that is repeated after a restart is read by another process, and is the same operation all the same."""
+"""A retry after a restart is read by another process, and is still the same operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a run, without a loop: numbers, gaps, refusals, restarts."""
+"""The order of a run's operations, without a loop: numbers, gaps, rejections, restarts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_missing_number_is_awaited_and_then_skipped() -> None:
     assert queue.is_late(1)
 
 
-def test_a_refused_number_is_not_awaited() -> None:
+def test_a_rejected_number_is_not_awaited() -> None:
     queue = RunQueue(RUN)
     queue.add(pending(0), "a")
     run_all(queue, 0.0)
@@ -90,7 +90,7 @@ def row(seq_id: int, state: str) -> OperationRecord:
     )
 
 
-def test_a_restored_lane_goes_on_where_the_journal_stops() -> None:
+def test_a_restored_queue_continues_where_the_journal_stops() -> None:
     states = ["done", "failed", "done", "queued", "refused", "queued"]
     queue = RunQueue.restored(RUN, [row(number, state) for number, state in enumerate(states)], 0.0)
     assert run_all(queue, 0.0) == [3, 5]
@@ -98,7 +98,7 @@ def test_a_restored_lane_goes_on_where_the_journal_stops() -> None:
     assert queue.next_number() == 6
 
 
-def test_a_number_that_was_refused_before_a_restart_makes_no_other_one_late() -> None:
+def test_a_number_rejected_before_a_restart_makes_no_other_late() -> None:
     queue = RunQueue.restored(RUN, [row(0, "done"), row(3, "refused")], 0.0)
     for number in (1, 2):
         assert not queue.is_late(number)
@@ -107,12 +107,12 @@ def test_a_number_that_was_refused_before_a_restart_makes_no_other_one_late() ->
     assert run_all(queue, 0.0) == [1, 2, 4]
 
 
-def test_what_came_too_late_before_a_restart_does_not_run_after_it() -> None:
+def test_an_operation_that_was_late_before_a_restart_does_not_run_after_it() -> None:
     queue = RunQueue.restored(RUN, [row(0, "done"), row(1, "queued"), row(2, "done"), row(3, "queued")], 0.0)
     assert run_all(queue, 0.0) == [3]
 
 
-def test_a_lane_remembers_its_last_numbers_and_its_creation() -> None:
+def test_a_queue_remembers_its_last_numbers_and_its_creation() -> None:
     queue = RunQueue(RUN)
     for number in range(100):
         queue.add(pending(number), "d")
@@ -124,7 +124,7 @@ def test_a_lane_remembers_its_last_numbers_and_its_creation() -> None:
     assert list(queue.taken) == [0, 99, 100], "neither what ran last nor what waits is forgotten"
 
 
-def test_what_is_ahead_is_counted() -> None:
+def test_operations_ahead_are_counted() -> None:
     queue = RunQueue(RUN)
     for number in range(4):
         queue.add(pending(number), "d")

@@ -1,4 +1,4 @@
-"""The sampling queue on an engine without maths: what is cancelled or forgotten leaves nothing behind."""
+"""The sample queue on an engine without maths: fair, bounded, and cancelled samples leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def submit(service: Service, sampler: str = "sampler", tenant: str = "t") -> Pol
 
 
 @scenario
-async def test_a_sample_that_is_cancelled_before_it_began_gives_its_place_back(tmp_path: Path) -> None:
+async def test_a_sample_cancelled_before_it_began_frees_its_rows(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         sample = submit(service)
         assert service.sampling.running == 1

@@ -1,11 +1,11 @@
-"""Who is next, decided without a loop."""
+"""The choice of the next tenant and operation, without a loop."""
 
 from __future__ import annotations
 
 from tinkex.server.training.scheduler import Ready, Shares, choose, describe_queue
 
 
-def test_the_tenant_that_was_served_least_is_next() -> None:
+def test_the_tenant_that_was_charged_least_is_next() -> None:
     shares = Shares({"greedy": 1000.0, "modest": 10.0})
     assert choose([Ready("a", "greedy", 0.0), Ready("b", "modest", 9.0)], shares) == Ready("b", "modest", 9.0)
 
@@ -43,7 +43,7 @@ def test_a_tenant_that_comes_back_has_no_credit_from_its_absence() -> None:
     assert shares.charged["back"] == shares.charged["busy"]
 
 
-def test_nothing_ready_is_nothing_chosen() -> None:
+def test_without_ready_operations_none_is_chosen() -> None:
     assert choose([], Shares()) is None
 
 

@@ -1,4 +1,4 @@
-"""Stops, deaths and full disks: nothing is lost, nothing runs twice, nobody pays for another's operation."""
+"""Shutdowns, crashes and full disks: nothing is lost, nothing runs twice, no tenant pays for another's operation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def poll(service: Service, request_id: str, tenant: str = "t") -> Response
 
 
 @scenario
-async def test_who_polls_while_the_service_stops_is_told_to_wait_and_not_that_the_operation_is_unknown(
+async def test_a_poll_during_shutdown_says_try_again_and_not_unknown(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine()
@@ -100,7 +100,7 @@ async def test_an_operation_that_keeps_killing_the_engine_takes_no_other_tenants
 
 
 @scenario
-async def test_one_that_came_too_late_just_before_a_crash_fails_after_the_restart(tmp_path: Path) -> None:
+async def test_an_operation_that_was_late_just_before_a_crash_fails_after_the_restart(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         queue = await new_run(service)
         await done(service, await step(service, queue, 2, 2.0))
@@ -119,7 +119,7 @@ async def test_one_that_came_too_late_just_before_a_crash_fails_after_the_restar
 
 
 @scenario
-async def test_a_load_that_cannot_be_kept_fails_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+async def test_a_load_whose_snapshot_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
         queue = await new_run(service)
@@ -151,7 +151,7 @@ async def test_two_operations_without_a_number_are_two_operations(tmp_path: Path
 
 
 @scenario
-async def test_a_retry_of_an_operation_that_the_lane_forgot_is_found_in_the_journal(tmp_path: Path) -> None:
+async def test_a_retry_that_the_queue_has_forgotten_is_found_in_the_journal(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
         queue = await new_run(service)
@@ -166,7 +166,7 @@ async def test_a_retry_of_an_operation_that_the_lane_forgot_is_found_in_the_jour
 
 
 @scenario
-async def test_a_samplers_number_that_is_taken_by_another_model_is_refused(tmp_path: Path) -> None:
+async def test_a_sampler_number_used_by_another_model_is_rejected(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         queue = await new_run(service)
         options = {"sampling_session_seq_id": 4}
@@ -202,7 +202,7 @@ async def test_operations_wait_for_a_base_model_that_the_restarted_service_does_
 
 
 @scenario
-async def test_a_result_that_the_store_will_not_have_fails_and_the_engine_forgets_what_it_did(tmp_path: Path) -> None:
+async def test_a_result_that_the_store_rejects_fails_and_its_adapter_is_rebuilt(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
         queue = await new_run(service)

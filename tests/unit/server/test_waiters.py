@@ -1,4 +1,4 @@
-"""Long polls: woken by the result, given up in time, and not in the way of a service that ends."""
+"""Long polls are woken by the result, end in time, and do not delay a shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_waiter_of_a_request_is_woken_by_its_result() -> None:
     asyncio.run(scenario())
 
 
-def test_a_service_that_ends_answers_its_polls_and_holds_no_new_ones() -> None:
+def test_shutdown_releases_polls_and_holds_no_new_ones() -> None:
     async def scenario() -> None:
         waiters = Waiters()
         poll = asyncio.create_task(waiters.wait("a", 60))
