@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 PLACE = Path(__file__).resolve().parent.parent / "src" / "tinkex" / "engine" / "packed" / "kernels"
-SOURCES = [PLACE / name for name in ("kernels_step.c", "kernels_between.c", "kernels_deltas.c")]
+SOURCES = [PLACE / name for name in ("decode.c", "norm_rope_gate.c", "lora.c")]
 HEADER = PLACE / "kernels.h"
 TARGET = PLACE / "kernels_x86_64_linux.lib"
 """Not `.so`: whoever walks through the package would take that for a module of Python."""
