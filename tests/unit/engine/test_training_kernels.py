@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.oracle import Session, datum, randomise
-from tests.unit.engine.test_kernels import each_variant, with_kernels
+from tests.unit.engine.test_decode_kernels import each_variant, with_kernels
 from tests.unit.engine.test_model import CPU, saved
 from tests.unit.engine.test_runners import PACKED, assert_alike, both
 from tinkex.engine.adapters.lora import LoraWeights, Segment
