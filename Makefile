@@ -4,17 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCAL := $(VENV)/.local
+KERNELS := src/tinkex/engine/packed/kernels
+INPUTS := pyproject.toml constraints.txt pins.txt hatch_build.py $(KERNELS)/build.py $(wildcard $(KERNELS)/*.[ch])
 
-.PHONY: help demo prepare prepare-full test test-full check format docs site bench conformance compatibility pins kernels golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full test test-full check format docs site bench conformance compatibility pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
-$(READY): pyproject.toml constraints.txt pins.txt
+$(READY): $(INPUTS)
 	@$(PYTHON) scripts/install.py $(VENV) dev,local,postgres
 	@touch $@ $(LOCAL)
 
-$(LOCAL): pyproject.toml constraints.txt pins.txt
+$(LOCAL): $(INPUTS)
 	@$(PYTHON) scripts/install.py $(VENV) local
 	@touch $@
 
@@ -82,8 +84,13 @@ pins: $(READY)  ## write pins.txt anew, with the newest releases (run the tests 
 	@{ echo "# What the tests passed with: the releases in .venv, for development and CI. Written by \`make pins\`."; \
 	   echo "--constraint constraints.txt"; $(BIN)/pip freeze --exclude-editable --exclude torch; } > pins.txt
 
-kernels:  ## build the kernels of decoding anew (needs gcc; what it makes is part of the package)
-	$(PYTHON) scripts/make_kernels.py
+kernels:  ## compile the C kernels in place (the install does so too; needs gcc, clang or ziglang)
+	$(PYTHON) $(KERNELS)/build.py
+
+kernels-aarch64: $(READY)  ## run the kernels for aarch64 under qemu, beside torch (as root it installs what that needs)
+	@command -v qemu-aarch64 > /dev/null && command -v aarch64-linux-gnu-gcc > /dev/null || [ "$$(id -u)" != 0 ] || \
+	   apt-get install --yes --quiet qemu-user gcc-aarch64-linux-gnu
+	$(BIN)/python -m pytest tests/unit/engine/test_kernels_by_driver.py -rs
 
 golden: $(READY)  ## record the official clients' requests anew
 	$(BIN)/python tests/compat/golden/record.py

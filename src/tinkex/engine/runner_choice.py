@@ -13,8 +13,8 @@ from tinkex.engine.packed.decoder import TOLERANCE, PackedDecoder
 from tinkex.engine.packed.kernels import binding
 from tinkex.engine.packed.quantized import Divergence, divergence
 from tinkex.engine.packed.runner import PackedRunner
-from tinkex.engine.packed.selfcheck import probe
-from tinkex.engine.packed.weights import Weights, fuse, why_not
+from tinkex.engine.packed.selfcheck import run_selfcheck
+from tinkex.engine.packed.weights import Weights, fuse, unsupported_reason
 from tinkex.engine.sampling.decoder import Decoder, GeneralDecoder, Next
 from tinkex.engine.sampling.kv_cache import RowCache
 from tinkex.engine.training.general_runner import GeneralRunner
@@ -62,8 +62,8 @@ def _off(weights: Weights, decoder: PackedDecoder, first: int) -> Divergence:
 def packed_weights(model: Model) -> Weights | None:
     """The model laid out for the packed runner, or None if it cannot be. Decided once, and said."""
     if model.packed is None:
-        reason = why_not(model.module, model.device)
-        if not reason:
+        reason = unsupported_reason(model.module, model.device)
+        if reason is None:
             weights = _proved(fuse(model.module, binding.find()))
             worst = _distance(model, PackedRunner(weights))
             if worst <= TOLERANCE:
@@ -90,8 +90,8 @@ def _proved(weights: Weights) -> Weights:
     if weights.kernels is None:
         return weights
     plain = replace(weights, kernels=None)
-    for one, other in zip(probe(weights), probe(plain), strict=True):
+    for one, other in zip(run_selfcheck(weights), run_selfcheck(plain), strict=True):
         if not float((one - other).norm()) <= TOLERANCE * float(other.norm()):
-            logger.warning("The shipped kernels give wrong numbers here: all goes on without them, slower.")
+            logger.warning("The C kernels give wrong numbers here: torch computes in their place, more slowly.")
             return plain
     return weights

@@ -1,4 +1,4 @@
-"""Weights of fewer bits: only what rows step with is rounded, and by how much is said."""
+"""Quantized weights: only decode steps use them, and the log says how far they are off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.unit.engine.test_sample import finish, sampled, spec
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.packed import linear, quantized
+from tinkex.engine.packed import quantized
 from tinkex.engine.sampling.sampler import Sampler
 from tinkex.server.main import engine_for
 from tinkex.settings import ServeConfig
@@ -79,8 +79,8 @@ def test_a_processor_that_cannot_is_named_with_the_flag(monkeypatch: pytest.Monk
     def refuse(weight_OD: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(linear, "laid_out", refuse)
-    with pytest.raises(EngineFault, match=r"--decode-weights bfloat16.*no such instruction.*Leave the flag away"):
+    monkeypatch.setattr(quantized, "onednn_reorder", refuse)
+    with pytest.raises(EngineFault, match=r"--decode-weights bfloat16.*no such instruction.*Remove the flag"):
         quantized.linear_for("bfloat16", torch.ones(2, 2), None)
 
 

@@ -1,4 +1,4 @@
-"""Adapters of a decode step, stacked or one by one: the same numbers, and nothing of others after a failure."""
+"""LoRA of a decode step, stacked or adapter by adapter: the same numbers, and no stale stack after a failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from tinkex.engine.adapters.lora import LoraWeights
 from tinkex.engine.contract import LoraSpec
-from tinkex.engine.packed.lora_decode import Stacks, is_wasteful
+from tinkex.engine.packed.lora_decode import StackedLora, is_wasteful
 
 SITES = {"one": slice(0, 6), "two": slice(6, 10)}
 
@@ -32,10 +32,10 @@ def expected(x_BD: torch.Tensor, acting: list[LoraWeights | None]) -> torch.Tens
     return y_BO
 
 
-def added(stacks: Stacks, x_BD: torch.Tensor, acting: list[LoraWeights | None]) -> torch.Tensor:
+def added(lora: StackedLora, x_BD: torch.Tensor, acting: list[LoraWeights | None]) -> torch.Tensor:
     y_BO = torch.zeros(len(acting), 10)
-    stacks.arrange(acting)
-    stacks.add(0, x_BD, y_BO)
+    lora.prepare(acting)
+    lora.apply(0, x_BD, y_BO)
     return y_BO
 
 
@@ -43,24 +43,22 @@ def added(stacks: Stacks, x_BD: torch.Tensor, acting: list[LoraWeights | None]) 
 def test_any_mixture_of_adapters_ranks_and_absent_sites(largest: int) -> None:
     a, b, c = weights(2, 1), weights(largest, 2), weights(1, 3, "two")
     assert is_wasteful([2, largest, 1]) == (largest == 400)
-    stacks = Stacks([SITES], [5])
+    lora = StackedLora([SITES], [5])
     x_BD = torch.randn(6, 5)
     for acting in ([a, b, c, a, None, b], [None] * 6, [a] * 6, [a, a, b, b, c, c], [None, None, None, None, None, c]):
-        torch.testing.assert_close(
-            added(stacks, x_BD, list(acting)), expected(x_BD, list(acting)), rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(added(lora, x_BD, list(acting)), expected(x_BD, list(acting)), rtol=1e-4, atol=1e-4)
 
 
 def test_a_stack_that_could_not_be_made_leaves_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = weights(2, 1), weights(2, 2)
-    stacks, x_BD = Stacks([SITES], [5]), torch.randn(1, 5)
-    added(stacks, x_BD, [a])
+    lora, x_BD = StackedLora([SITES], [5]), torch.randn(1, 5)
+    added(lora, x_BD, [a])
 
     def fail(*args: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stacks, "_stack", fail)
+        patch.setattr(StackedLora, "_stack", fail)
         with pytest.raises(MemoryError):
-            stacks.arrange([b])
-    torch.testing.assert_close(added(stacks, x_BD, [b]), expected(x_BD, [b]), rtol=1e-4, atol=1e-4)
+            lora.prepare([b])
+    torch.testing.assert_close(added(lora, x_BD, [b]), expected(x_BD, [b]), rtol=1e-4, atol=1e-4)

@@ -1,12 +1,12 @@
 /*
- * The parts of a decode step for which torch has no good call: products of a handful of rows with a large matrix, and
- * attention to a cache. A row's numbers never depend on the rows beside it, and all sums of a tile stay in registers.
+ * The parts of a decode step for which torch has no fast call: products of a few rows with a large matrix, with LoRA on
+ * top, and attention to a cache. A row's numbers never depend on the rows beside it. All sums of a tile stay in registers.
  */
 
 #include "kernels.h"
 
 #define PANEL (WIDE * LANES)
-/* Weights are fetched this many steps before they are needed: the processor alone reads half as fast. */
+/* Weights are prefetched this many steps before they are used: the processor's own prefetcher reads half as fast. */
 #define AHEAD 24
 /* Tokens whose scores are held at a time, and the widest head. */
 #define BLOCK 64
@@ -15,7 +15,7 @@
 const int NAME(panel) = PANEL;
 const int NAME(lanes) = LANES;
 const int NAME(widest) = WIDEST;
-const char NAME(digest)[] = DIGEST; /* of all sources and of what builds them */
+const char NAME(digest)[] = DIGEST; /* of all sources and of build.py */
 
 void (*in_parallel)(void (*)(void *), void *, unsigned, unsigned);
 int (*thread_number)(void);
@@ -27,70 +27,71 @@ void NAME(use_threads)(void *parallel, void *number, void *count) {
     thread_count = (int (*)(void))count;
 }
 
-/* Adapters: y += x·Aᵀ·Bᵀ, of every row by its own, on top of a product or alone. A and B of the sites that share an input stand below each other. */
+/* LoRA: y += x·Aᵀ·Bᵀ, each row with its own adapter, after a product or alone. The A and B of sites that share an input
+ * are stacked, so that a group of sites is one pair. */
 
-struct adapters {
+struct decode_lora {
     const float *x; /* [rows, in] */
     float *y; /* [rows, out] */
-    float *low; /* [rows, ranks], for what is between */
-    const float *down; /* [adapters, ranks, in] */
-    const float *up; /* [adapters, ranks, out], scaled; a site's ranks act on its own columns alone */
-    const long *order, *starts; /* the rows of each adapter, one adapter after another, and where each begins */
-    const long *columns; /* of each site the first and the one behind the last */
+    float *low; /* [rows, ranks]: x·Aᵀ */
+    const float *down; /* A: [adapters, ranks, in] */
+    const float *up; /* s·B: [adapters, ranks, out]; a site's ranks are zero outside its own columns */
+    const long *order, *starts; /* row numbers, adapter after adapter, and where each adapter's begin */
+    const long *columns; /* of each site: its first column and the one after its last */
     long adapters, sites, rank, in, out;
 };
 
-/* x·Aᵀ: a thread has some of the ranks. */
-static void reduce(const struct adapters *job, long me, long all) {
+/* low = x·Aᵀ; each thread takes some of the ranks. */
+static void shrink(const struct decode_lora *job, long me, long all) {
     const long ranks = job->sites * job->rank, items = job->adapters * ranks, in = job->in;
     for (long item = items * me / all; item < items * (me + 1) / all; item++) {
         const float *down = job->down + item * in;
-        for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
-            const float *x = job->x + job->order[place] * in;
-            job->low[job->order[place] * ranks + item % ranks] = dot(x, down, in);
+        for (long at = job->starts[item / ranks]; at < job->starts[item / ranks + 1]; at++) {
+            const float *x = job->x + job->order[at] * in;
+            job->low[job->order[at] * ranks + item % ranks] = dot(x, down, in);
         }
     }
 }
 
-/* The rest: a thread has some of the columns. */
-static void expand(const struct adapters *job, long first, long last) {
+/* y += low·Bᵀ for the columns from `first` to `last`: each thread takes some of the columns. */
+static void grow(const struct decode_lora *job, long first, long last) {
     const long ranks = job->sites * job->rank, items = job->adapters * ranks, out = job->out;
     for (long item = 0; item < items; item++) {
         const long *columns = job->columns + 2 * (item % ranks / job->rank);
         const long start = columns[0] > first ? columns[0] : first, stop = columns[1] < last ? columns[1] : last;
         const float *up = job->up + item * out;
-        for (long place = job->starts[item / ranks]; place < job->starts[item / ranks + 1]; place++) {
-            float *y = job->y + job->order[place] * out;
-            const float factor = job->low[job->order[place] * ranks + item % ranks];
+        for (long index = job->starts[item / ranks]; index < job->starts[item / ranks + 1]; index++) {
+            float *y = job->y + job->order[index] * out;
+            const float factor = job->low[job->order[index] * ranks + item % ranks];
             for (long at = start; at < stop; at++) y[at] += factor * up[at];
         }
     }
 }
 
-/* Products: y = x·Wᵀ + bias + onto, and adapters. The weight stands in panels of PANEL columns, [panels][in][PANEL]. */
+/* Products: y = x·Wᵀ + bias + residual, and LoRA. The weight is stored in panels of PANEL columns, [panels][in][PANEL]. */
 
 struct product {
-    const float *x, *weight, *bias, *onto;
+    const float *x, *weight, *bias, *residual;
     float *y;
     long rows, out, in;
-    const struct adapters *adapters;
-    long reduced; /* threads that have done their share of x·Aᵀ */
+    const struct decode_lora *lora;
+    long ready; /* threads that have finished their part of x·Aᵀ */
 };
 
-/* The sums of some columns of a row; the last panel may stand over the edge. */
-INLINE void finish(const struct product *job, vec found, long row, long column) {
+/* Write the sums of some columns of a row; the last panel may reach over the edge. */
+INLINE void finish(const struct product *job, vec sums, long row, long column) {
     const long at = row * job->out + column, left = job->out - column;
     if (left >= LANES) {
-        if (job->bias) found += load(job->bias + column);
-        if (job->onto) found += load(job->onto + at);
-        store(job->y + at, found);
+        if (job->bias) sums += load(job->bias + column);
+        if (job->residual) sums += load(job->residual + at);
+        store(job->y + at, sums);
         return;
     }
     float last[LANES];
-    store(last, found);
+    store(last, sums);
     for (long lane = 0; lane < left; lane++) {
         if (job->bias) last[lane] += job->bias[column + lane];
-        if (job->onto) last[lane] += job->onto[at + lane];
+        if (job->residual) last[lane] += job->residual[at + lane];
         job->y[at + lane] = last[lane];
     }
 }
@@ -117,13 +118,13 @@ INLINE void tile(const struct product *job, const float *weight, long column, lo
         for (int part = 0; part < WIDE; part++) finish(job, sums[row][part], first + row, column + part * LANES);
 }
 
-static void multiply(void *given) {
-    struct product *job = given;
+static void multiply(void *argument) {
+    struct product *job = argument;
     const long panels = (job->out + PANEL - 1) / PANEL, me = thread_number(), all = thread_count();
     const long start = panels * me / all, stop = panels * (me + 1) / all;
-    if (job->adapters) {
-        reduce(job->adapters, me, all);
-        __atomic_fetch_add(&job->reduced, 1, __ATOMIC_RELEASE);
+    if (job->lora) {
+        shrink(job->lora, me, all);
+        __atomic_fetch_add(&job->ready, 1, __ATOMIC_RELEASE);
     }
     for (long panel = start; panel < stop && job->weight; panel++) {
         const float *weight = job->weight + panel * PANEL * job->in;
@@ -135,44 +136,45 @@ static void multiply(void *given) {
             REST(1) REST(2) REST(3) REST(4) REST(5) REST(6) REST(7) REST(8) REST(9) REST(10) REST(11)
         }
     }
-    if (job->adapters) {
-        /* The others did theirs before their products, so this hardly ever waits. */
-        while (__atomic_load_n(&job->reduced, __ATOMIC_ACQUIRE) < all) __builtin_ia32_pause();
+    if (job->lora) {
+        /* The other threads did their part before their products, so this hardly ever waits. */
+        while (__atomic_load_n(&job->ready, __ATOMIC_ACQUIRE) < all) wait_a_moment();
         const long last = stop * PANEL < job->out ? stop * PANEL : job->out;
-        expand(job->adapters, start * PANEL, last);
+        grow(job->lora, start * PANEL, last);
     }
 }
 
-void NAME(linear)(const float *x, const float *weight, const float *bias, const float *onto, float *y, long rows,
-                  long out, long in, const struct adapters *adapters, long threads) {
-    struct product job = {x, weight, bias, onto, y, rows, out, in, adapters, 0};
+void NAME(linear)(const float *x, const float *weight, const float *bias, const float *residual, float *y, long rows,
+                  long out, long in, const struct decode_lora *lora, long threads) {
+    struct product job = {x, weight, bias, residual, y, rows, out, in, lora, 0};
     in_parallel(multiply, &job, (unsigned)threads, 0);
 }
 
-void NAME(adapt)(const struct adapters *adapters, long threads) {
-    struct product job = {0, 0, 0, 0, 0, 0, adapters->out, 0, adapters, 0};
+/* LoRA alone. */
+void NAME(lora_decode)(const struct decode_lora *lora, long threads) {
+    struct product job = {0, 0, 0, 0, 0, 0, lora->out, 0, lora, 0};
     in_parallel(multiply, &job, (unsigned)threads, 0);
 }
 
-/* One new token of every row: turned by its position, written into the cache, and what it gathers there. */
+/* Attention of one new token per row: rotate it by its position, write it into the cache, attend to what is there. */
 
 struct attention {
-    float *qkv; /* [rows, heads + 2·key_heads, width], turned in place */
+    float *qkv; /* [rows, heads + 2·key_heads, width], rotated in place */
     const float *cosine, *sine; /* [rows, width / 2] */
     float *keys, *values; /* [rows, key_heads, columns, width] */
-    const long *held; /* tokens of each row in the cache, on the right, before this one */
-    float *gathered; /* [rows, heads, width] */
-    float *most, *total; /* [rows, heads]: the largest score, and the sum of e to the scores above it */
+    const long *lengths; /* of each row: its tokens in the cache before this one, right-aligned */
+    float *out; /* [rows, heads, width] */
+    float *largest, *sum_exp; /* [rows, heads]: the largest score, and the sum of exp(score − largest) */
     long rows, heads, key_heads, width, columns, column;
     float scale;
 };
 
-/* Attention of one query to `count` keys. */
-INLINE void look(const struct attention *job, const float *query, const float *keys, const float *values, long count,
-                 float *gathered, float *most, float *total) {
+/* Attention of one query to `count` keys, block by block with a running maximum (the online softmax). */
+INLINE void attend_query(const struct attention *job, const float *query, const float *keys, const float *values,
+                         long count, float *out, float *largest_score, float *sum_exp) {
     const long width = job->width;
-    float found[WIDEST];
-    for (long at = 0; at < width; at++) found[at] = 0;
+    float result[WIDEST];
+    for (long at = 0; at < width; at++) result[at] = 0;
     float largest = -__builtin_inff();
     vec totals = {0};
     for (long start = 0; start < count; start += BLOCK) {
@@ -185,12 +187,12 @@ INLINE void look(const struct attention *job, const float *query, const float *k
             scores[token] = sum(products) * job->scale;
             largest = scores[token] > largest ? scores[token] : largest;
         }
-        /* Nothing to look at: its shares would be 0 / 0. */
+        /* All scores so far are -infinity: their shares would be 0 / 0. */
         if (largest == -__builtin_inff() && scores[0] == scores[0]) continue;
         for (long token = size; token < BLOCK; token++) scores[token] = -__builtin_inff();
         const vec faded = exponential((vec){0} + (before - largest));
         totals *= faded;
-        for (long at = 0; at < width; at += LANES) store(found + at, load(found + at) * faded);
+        for (long at = 0; at < width; at += LANES) store(result + at, load(result + at) * faded);
         for (long token = 0; token < BLOCK; token += LANES) {
             const vec share = exponential(load(scores + token) - largest);
             store(scores + token, share);
@@ -199,40 +201,40 @@ INLINE void look(const struct attention *job, const float *query, const float *k
         for (long token = 0; token < size; token++) {
             const float *value = values + (start + token) * width;
             for (long at = 0; at < width; at += LANES)
-                store(found + at, load(found + at) + scores[token] * load(value + at));
+                store(result + at, load(result + at) + scores[token] * load(value + at));
         }
     }
-    *most = largest;
-    *total = sum(totals);
-    const vec share = (vec){0} + 1.0f / *total;
-    for (long at = 0; at < width; at += LANES) store(gathered + at, load(found + at) * share);
+    *largest_score = largest;
+    *sum_exp = sum(totals);
+    const vec share = (vec){0} + 1.0f / *sum_exp;
+    for (long at = 0; at < width; at += LANES) store(out + at, load(result + at) * share);
 }
 
-static void attend_some(void *given) {
-    const struct attention *job = given;
+static void thread_attend(void *argument) {
+    const struct attention *job = argument;
     const long width = job->width, group = job->heads / job->key_heads, items = job->rows * job->key_heads;
     const long me = thread_number(), all = thread_count();
     for (long item = items * me / all; item < items * (me + 1) / all; item++) {
-        const long row = item / job->key_heads, head = item % job->key_heads;
+        const long row = item / job->key_heads, key_head = item % job->key_heads;
         const float *cosine = job->cosine + row * width / 2, *sine = job->sine + row * width / 2;
         float *heads = job->qkv + row * (job->heads + 2 * job->key_heads) * width;
-        float *key = heads + (job->heads + head) * width, *value = key + job->key_heads * width;
+        float *key = heads + (job->heads + key_head) * width, *value = key + job->key_heads * width;
         float *keys = job->keys + item * job->columns * width, *values = job->values + item * job->columns * width;
-        turn(key, cosine, sine, width / 2, 1.0f);
+        rope_head(key, cosine, sine, width / 2, 1.0f);
         for (long at = 0; at < width; at++) {
             keys[job->column * width + at] = key[at];
             values[job->column * width + at] = value[at];
         }
-        const long first = (job->column - job->held[row]) * width;
-        for (long one = head * group; one < (head + 1) * group; one++) {
-            const long place = row * job->heads + one;
-            turn(heads + one * width, cosine, sine, width / 2, 1.0f);
-            look(job, heads + one * width, keys + first, values + first, job->held[row] + 1,
-                 job->gathered + place * width, job->most + place, job->total + place);
+        const long first = (job->column - job->lengths[row]) * width;
+        for (long head = key_head * group; head < (key_head + 1) * group; head++) {
+            const long index = row * job->heads + head;
+            rope_head(heads + head * width, cosine, sine, width / 2, 1.0f);
+            attend_query(job, heads + head * width, keys + first, values + first, job->lengths[row] + 1,
+                         job->out + index * width, job->largest + index, job->sum_exp + index);
         }
     }
 }
 
 void NAME(attend)(const struct attention *job, long threads) {
-    in_parallel(attend_some, (void *)job, (unsigned)threads, 0);
+    in_parallel(thread_attend, (void *)job, (unsigned)threads, 0);
 }
