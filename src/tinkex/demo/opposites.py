@@ -26,7 +26,7 @@ def questions(seed: int, step: int, count: int) -> list[tuple[str, str]]:
 
 
 def reward(completion: str, expected: str) -> float:
-    """Return 1 for the word alone, 0.5 for the word and more, 0 for another word. Quotes and stops do not count."""
+    """Return 1 for the word alone, 0.5 with more words, 0 for another word. Quotes and full stops are ignored."""
     text = completion.removesuffix("<|im_end|>").strip().strip("\"'").lower()
     if re.fullmatch(rf"{expected}[\"']?\.?[\"']?", text):
         return 1.0

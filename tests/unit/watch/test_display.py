@@ -1,4 +1,4 @@
-"""What is seen: on a real (pseudo) terminal, in a file, in a notebook; and that drawing never hurts the loop."""
+"""What `tinkex.progress` shows on a pseudo-terminal, in a file and in a notebook. Drawing never harms the loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.watch.conftest import MODEL, PRICES, train
 from tinkex.testing import Pending, ScriptedService
 
 
-def test_a_terminal_has_one_line_that_is_drawn_over_and_one_that_stays(training: tinkex.TrainingClient) -> None:
+def test_a_terminal_shows_one_live_line_and_keeps_the_last(training: tinkex.TrainingClient) -> None:
     with Terminal(columns=140) as terminal:
         print("before", file=terminal.file, flush=True)
         with tinkex.progress(training, 4, prices=PRICES, every_s=0.01, file=terminal.file) as progress:
@@ -38,9 +38,7 @@ def test_a_terminal_has_one_line_that_is_drawn_over_and_one_that_stays(training:
 
 
 @pytest.mark.parametrize("columns", [12, 30, 50])
-def test_a_narrow_terminal_sees_the_step_and_never_a_wrapped_line(
-    columns: int, training: tinkex.TrainingClient
-) -> None:
+def test_a_narrow_terminal_shows_the_step_and_no_wrapped_line(columns: int, training: tinkex.TrainingClient) -> None:
     with Terminal(columns=columns) as terminal:
         with tinkex.progress(training, 2_000, prices=PRICES, every_s=0.01, file=terminal.file) as progress:
             for step in progress:
@@ -53,7 +51,7 @@ def test_a_narrow_terminal_sees_the_step_and_never_a_wrapped_line(
         terminal.wait_for_last("048")
 
 
-def test_why_the_service_makes_us_wait_is_shown_while_it_does(
+def test_the_reason_for_waiting_is_shown_while_it_applies(
     scripted: ScriptedService, training: tinkex.TrainingClient
 ) -> None:
     reason = "all slots\x1b[2J are busy"
@@ -71,9 +69,7 @@ def test_why_the_service_makes_us_wait_is_shown_while_it_does(
         terminal.wait_for_last("2 steps")
 
 
-def test_two_at_once_have_a_line_each_and_leave_a_line_each(
-    service: tinkex.ServiceClient, training: tinkex.TrainingClient
-) -> None:
+def test_two_at_once_have_a_line_each(service: tinkex.ServiceClient, training: tinkex.TrainingClient) -> None:
     other = service.create_lora_training_client(MODEL, rank=4)
     with Terminal() as terminal:
         print("before", file=terminal.file, flush=True)
@@ -95,7 +91,7 @@ def test_two_at_once_have_a_line_each_and_leave_a_line_each(
     assert [row.split(" · ")[0] for row in rows] == ["before", "two: 3 steps", "one: 1 of 9 steps", ""]
 
 
-def test_many_threads_with_a_progress_each_spoil_nothing(service: tinkex.ServiceClient) -> None:
+def test_progress_in_many_threads_leaves_one_line_each(service: tinkex.ServiceClient) -> None:
     clients = [service.create_lora_training_client(MODEL, rank=4) for _ in range(4)]
 
     def work(number: int) -> None:
@@ -113,7 +109,7 @@ def test_many_threads_with_a_progress_each_spoil_nothing(service: tinkex.Service
     assert sorted(row.split(" · ")[0] for row in rows[:4]) == [f"run {number}: 5 steps" for number in range(4)]
 
 
-def test_what_is_printed_through_it_stands_above_the_line(training: tinkex.TrainingClient) -> None:
+def test_print_writes_above_the_live_line(training: tinkex.TrainingClient) -> None:
     with Terminal() as terminal:
         with tinkex.progress(training, 3, every_s=0.01, file=terminal.file) as progress:
             for step in progress:
@@ -124,7 +120,7 @@ def test_what_is_printed_through_it_stands_above_the_line(training: tinkex.Train
     assert rows[6].startswith("3 steps · ")
 
 
-def test_a_file_gets_whole_lines_and_no_codes(training: tinkex.TrainingClient) -> None:
+def test_a_file_gets_whole_lines_and_no_escape_codes(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     with tinkex.progress(training, 4, every_s=0.01, file=file) as progress:
         for step in progress:
@@ -161,7 +157,7 @@ def test_a_notebook_gets_one_line_by_carriage_returns_alone(training: tinkex.Tra
             assert len(after) >= len(before.rstrip())
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_the_loop_goes_on(
+def test_a_file_that_cannot_be_written_is_logged_once_and_the_loop_continues(
     training: tinkex.TrainingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(io.StringIO):
@@ -184,7 +180,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_the_loop_goes_on(
     ]
 
 
-def test_an_encoding_without_the_signs_gets_plain_letters(training: tinkex.TrainingClient) -> None:
+def test_an_ascii_file_gets_ascii_characters(training: tinkex.TrainingClient) -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     with tinkex.progress(training, 2, file=file, live=True, every_s=0.01, label="größer") as progress:
@@ -195,7 +191,7 @@ def test_an_encoding_without_the_signs_gets_plain_letters(training: tinkex.Train
     assert progress.curve().isascii()
 
 
-def test_without_a_stderr_there_is_nothing_to_draw_and_nothing_fails(
+def test_without_a_stderr_nothing_is_drawn_and_nothing_fails(
     training: tinkex.TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr", None)

@@ -50,7 +50,7 @@ class Bench:
         self.end(stepped)
 
 
-def test_the_loss_is_per_weight_where_the_weight_is_told() -> None:
+def test_the_loss_is_per_weight_where_the_weight_is_reported() -> None:
     bench = Bench()
     for loss, weight in ((6.0, 2.0), (2.0, 2.0)):  # a batch in two parts
         bench.end(bench.start("forward_backward"), loss_sum=loss, weight_sum=weight)
@@ -65,13 +65,13 @@ def test_the_loss_is_per_weight_where_the_weight_is_told() -> None:
     assert [record.loss for record in bench.tally.history] == [2.0, 6.0, 5.0, None]
 
 
-def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
+def test_a_nan_loss_is_shown_as_nan() -> None:
     bench = Bench()
     bench.step(loss=math.nan)
     assert bench.report.live(80).startswith("step 1 · loss nan")
 
 
-def test_an_optim_step_that_is_heard_of_before_its_pass_waits_for_it() -> None:
+def test_an_optim_step_reported_before_its_pass_waits_for_it() -> None:
     bench = Bench()
     first, applied = bench.start("forward_backward"), bench.start("optim_step")
     second, also_applied = bench.start("forward_backward"), bench.start("optim_step")
@@ -83,7 +83,7 @@ def test_an_optim_step_that_is_heard_of_before_its_pass_waits_for_it() -> None:
     assert [record.loss for record in bench.tally.history] == [2.0, 1.0]
 
 
-def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
+def test_the_time_left_follows_the_speed_of_the_last_steps() -> None:
     bench = Bench(steps=30)
     assert bench.tally.seconds_left(30) is None
     for _ in range(10):
@@ -96,7 +96,7 @@ def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
     assert bench.tally.seconds_left(30) == pytest.approx(18.0)
 
 
-def test_the_cost_of_what_was_sent_counts_at_once_and_is_given_back_if_it_fails() -> None:
+def test_the_cost_of_a_call_counts_at_once_and_is_removed_if_the_call_fails() -> None:
     bench = Bench(table={"model": ROW})
     started = bench.start("forward_backward", train_tokens=1_000_000)
     sample = bench.start("sample", "sampler", prefill_tokens=1_000_000)
@@ -108,7 +108,7 @@ def test_the_cost_of_what_was_sent_counts_at_once_and_is_given_back_if_it_fails(
     assert bench.tally.tokens == 1_500_000
 
 
-def test_the_first_operation_in_line_says_what_is_waited_for() -> None:
+def test_the_reason_shown_is_that_of_the_first_waiting_operation() -> None:
     bench = Bench()
     first, second = bench.start("forward_backward"), bench.start("optim_step")
 
@@ -129,7 +129,7 @@ def test_the_first_operation_in_line_says_what_is_waited_for() -> None:
     assert bench.report.live(80) == "step 0"
 
 
-def test_whole_lines_come_at_tenths_when_something_changes_and_once_a_quiet_minute() -> None:
+def test_whole_lines_come_at_tenths_after_changes_and_once_a_minute() -> None:
     bench = Bench(steps=100)
 
     def lines(steps: int, seconds: float) -> list[str]:
@@ -149,7 +149,7 @@ def test_whole_lines_come_at_tenths_when_something_changes_and_once_a_quiet_minu
     assert [index for index, text in enumerate(said) if text] == [5, 11]
 
 
-def test_what_a_line_has_no_room_for_goes_in_the_order_of_its_worth() -> None:
+def test_a_narrow_line_drops_its_least_important_parts_first() -> None:
     bench = Bench(steps=200, table={"model": ROW})
     bench.report.notes["reward"] = [Point(1, 0.5)]
     bench.step(loss=2.3456, tokens=5_000, seconds=10.0)
@@ -192,20 +192,20 @@ def test_prices_are_read_from_a_mapping_or_a_file(name: str, write: Any, tmp_pat
         ({"a": {**ROW, "sample": math.nan}}, "sample is nan"),
     ],
 )
-def test_a_table_that_cannot_be_right_is_refused_by_its_place(table: dict[str, Any], words: str) -> None:
+def test_an_invalid_price_table_is_rejected_with_model_and_value(table: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         prices.read(table)
 
 
-def test_a_file_that_is_missing_or_no_table_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_price_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
         prices.read(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("= 3")
-    with pytest.raises(ConfigError, match=r"bad.toml is no TOML: "):
+    with pytest.raises(ConfigError, match=r"bad.toml is not valid TOML: "):
         prices.read(tmp_path / "bad.toml")
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="holds a list"):
+    with pytest.raises(ConfigError, match="contains a list"):
         prices.read(tmp_path / "list.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         prices.read(tmp_path / "bytes.json")
