@@ -54,8 +54,11 @@ ARROWS = {
 ENGINE_DOORS = {"contract", "frames", "messages", "models.registry", "host"}
 """Modules of the engine that the server may import: records, frames, model names, the engine's process. No maths."""
 
-DOORS = re.compile(r"^Others import: ([^.]*)\.", re.MULTILINE)
-"""The line in a sub-package's docstring that lists the modules which code outside of it may import."""
+DOORS = re.compile(r"^Others import:(?P<line>[^\n]*)\n?(?P<table>(?:    [^\n]*\n?)*)", re.MULTILINE)
+"""The part of a sub-package's docstring that lists the modules which code outside of it may import.
+
+Either `Others import: a, b.` or a table, one indented line for each module.
+"""
 
 
 def sources() -> list[Path]:
@@ -120,7 +123,9 @@ def doors_of(package: str) -> set[str]:
     docstring = ast.get_docstring(ast.parse((PACKAGE.parent / package.replace(".", "/") / "__init__.py").read_text()))
     match = DOORS.search(docstring or "")
     assert match is not None, f"{package}/__init__.py has no line 'Others import: …' in its docstring"
-    return set(re.findall(r"\w+", match[1])) - {"nothing"}
+    if match["line"].strip():
+        return set(re.findall(r"\w+", match["line"])) - {"nothing"}
+    return set(re.findall(r"^    (\w+)", match["table"], re.MULTILINE))
 
 
 def test_every_arrow_between_rooms_is_allowed() -> None:
