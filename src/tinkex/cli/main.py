@@ -235,8 +235,8 @@ def _about_status(problem: Any) -> str:
     if problem.status_code == 401:
         return f"The service refused the API key ({said}). Set TINKER_API_KEY; `tinkex doctor` says which key is used."
     what = {402: "The account cannot pay", 403: "Not allowed", 404: "Not found"}.get(problem.status_code)
-    if ". Last problem:" in problem.message:  # after several attempts the message says how many
-        what = problem.message.partition(". Last problem:")[0]
+    if ". Last error:" in problem.message:  # after several attempts the message says how many
+        what = problem.message.partition(". Last error:")[0]
     return f"{what or ('The service failed' if problem.status_code >= 500 else 'The service refused')} ({said})."
 
 
