@@ -1,4 +1,4 @@
-"""The arithmetic of `forward_backward_custom`: a loss of the caller's own, in torch, with the model on the service.
+"""The arithmetic of `forward_backward_custom`: a custom loss in torch, with the model on the service.
 
 Two calls do it. A forward gives the log-probabilities of the targets; the caller's function makes a loss of them here;
 a cross-entropy backward with `weights = -d loss / d logprobs` has the same gradient. Nothing here sends anything.
@@ -23,7 +23,7 @@ CustomLossFn = Callable[[list[Datum], list["torch.Tensor"]], "tuple[torch.Tensor
 
 
 class Surrogate(NamedTuple):
-    """What the caller's function came to: the data of the second call, the loss, and the caller's metrics."""
+    """What the caller's function led to: the data of the second call, the loss, and the caller's metrics."""
 
     data: list[Datum]
     loss: float
@@ -31,7 +31,7 @@ class Surrogate(NamedTuple):
 
 
 def for_forward(datum: Datum) -> Datum:
-    """The datum of the first call: targets and weights only, as cross-entropy knows no other inputs."""
+    """Return the datum of the first call: targets and weights only, as cross-entropy knows no other inputs."""
     return _reduced(datum, _forward_weights(datum))
 
 
@@ -52,9 +52,9 @@ def surrogate(data: Sequence[Datum], forward: ForwardBackwardOutput, loss_fn: Cu
     return Surrogate(weighted, float(loss.detach()), metrics)
 
 
-def with_metrics(backward: ForwardBackwardOutput, found: Surrogate) -> ForwardBackwardOutput:
-    """The answer to the whole call. `loss:sum` is the caller's loss; the service's own becomes `surrogate_loss:sum`."""
-    metrics = {**backward.metrics, **found.metrics, "loss:sum": found.loss}
+def with_metrics(backward: ForwardBackwardOutput, surrogate: Surrogate) -> ForwardBackwardOutput:
+    """Return the result of the whole call. `loss:sum` is the caller's; the service's becomes `surrogate_loss:sum`."""
+    metrics = {**backward.metrics, **surrogate.metrics, "loss:sum": surrogate.loss}
     if "loss:sum" in backward.metrics:
         metrics["surrogate_loss:sum"] = backward.metrics["loss:sum"]
     return ForwardBackwardOutput.model_construct(
@@ -68,7 +68,7 @@ def _reduced(datum: Datum, weights: Any) -> Datum:
 
 
 def _forward_weights(datum: Datum) -> TensorData:
-    """The caller's weights if they fit, else zeros: a forward pass needs some, but no gradient comes of them."""
+    """Return the caller's weights if they fit, else zeros: a forward pass needs some, but no gradient comes of them."""
     targets = datum.loss_fn_inputs["target_tokens"]
     weights = datum.loss_fn_inputs.get("weights")
     if weights is not None and weights.size == targets.size:
@@ -80,7 +80,7 @@ def _forward_weights(datum: Datum) -> TensorData:
 def _leaves(data: Sequence[Datum], forward: ForwardBackwardOutput) -> list[torch.Tensor]:
     if len(forward.loss_fn_outputs) != len(data):
         raise APIResponseValidationError(
-            message=f"The service answered {len(forward.loss_fn_outputs)} outputs for {len(data)} datums."
+            message=f"The service returned {len(forward.loss_fn_outputs)} outputs for {len(data)} datums."
         )
     leaves = []
     for index, (datum, output) in enumerate(zip(data, forward.loss_fn_outputs, strict=True)):
@@ -97,7 +97,7 @@ def _leaves(data: Sequence[Datum], forward: ForwardBackwardOutput) -> list[torch
             logprobs = TensorData.from_buffer(logprobs.buffer, "float32", targets.shape, crow, col)
         if logprobs.size != targets.size:
             raise APIResponseValidationError(
-                message=f"The service answered {logprobs.size} log-probabilities for the {targets.size} targets of "
+                message=f"The service returned {logprobs.size} log-probabilities for the {targets.size} targets of "
                 f"data[{index}]."
             )
         leaf = logprobs.to_torch().float()
@@ -105,13 +105,13 @@ def _leaves(data: Sequence[Datum], forward: ForwardBackwardOutput) -> list[torch
     return leaves
 
 
-def _unpack(torch: Any, answer: Any) -> tuple[Any, dict[str, float]]:
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise ValidationError(f"The custom loss must return (loss, metrics), got {describe(answer)}.")
-    loss, metrics = answer
+def _unpack(torch: Any, returned: Any) -> tuple[Any, dict[str, float]]:
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise ValidationError(f"The custom loss must return (loss, metrics), got {describe(returned)}.")
+    loss, metrics = returned
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else describe(loss)
-        raise ValidationError(f"The custom loss must return one torch number as its loss, got {found}. Use .sum().")
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else describe(loss)
+        raise ValidationError(f"The custom loss must return one torch number as its loss, got {got}. Use .sum().")
     if not loss.requires_grad:
         raise ValidationError(
             "The custom loss does not depend on the log-probabilities, so there is no gradient. Compute it from the "
@@ -131,7 +131,7 @@ def _numbers(metrics: Any) -> dict[str, float]:
         try:
             numbers[key] = value if type(value) in (int, float) else float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise ValidationError(f"The custom loss's metric {key!r} is no number: {describe(value)}.") from None
+            raise ValidationError(f"The custom loss's metric {key!r} is not a number: {describe(value)}.") from None
     return numbers
 
 

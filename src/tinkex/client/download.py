@@ -48,7 +48,7 @@ def download_checkpoint(
     *,
     keep_archive: bool = False,
 ) -> APIFuture[list[Path]]:
-    """Fetch all files of a checkpoint into `folder`; gives their paths.
+    """Fetch all files of a checkpoint into `folder`; returns their paths.
 
     Called again after a break it goes on where it stopped. `progress` is called with a `Progress` on the SDK's loop
     thread: it must be quick. A service that gives no archives starts a training session for the export of a
@@ -68,7 +68,7 @@ def download_checkpoint(
 
 
 class _Download(Operation):
-    """Tells how far it has come while it is waited for."""
+    """Says in its waiting line how far it has come."""
 
     __slots__ = ("latest",)
     latest: DownloadProgress | None
@@ -112,8 +112,8 @@ class _Job:
         return await self._archive(url)
 
     async def _archive_url(self) -> str:
-        found = await self._rest.get_checkpoint_archive_url(self._parsed.training_run_id, self._parsed.checkpoint_id)
-        return found.url
+        archive = await self._rest.get_checkpoint_archive_url(self._parsed.training_run_id, self._parsed.checkpoint_id)
+        return archive.url
 
     async def _archive(self, url: str) -> list[Path]:
         name = re.sub(r"[^\w.-]+", "_", self._parsed.checkpoint_id)
@@ -146,22 +146,22 @@ class _Job:
             try:
                 return await download(self._link, url, target, progress=self._watch)
             except APIStatusError as error:
-                if error.status_code not in _ADDRESS_EXPIRED or DownloadPart(target).held_bytes <= bytes_before:
+                if error.status_code not in _ADDRESS_EXPIRED or DownloadPart(target).size_bytes <= bytes_before:
                     raise
-                bytes_before = DownloadPart(target).held_bytes
+                bytes_before = DownloadPart(target).size_bytes
                 url = await renew()
 
     async def _may_exist(self) -> bool:
-        """Whether to go on although the archive was not found: the call may be gone, or the checkpoint."""
+        """Return whether to go on although there was no archive: the call may be missing, or the checkpoint."""
         try:
-            found = await self._rest.list_checkpoints(self._parsed.training_run_id)
+            listed = await self._rest.list_checkpoints(self._parsed.training_run_id)
         except APIStatusError as error:
             # Others' checkpoints cannot be listed, published ones still be read.
             return not isinstance(error, NotFoundError)
-        return any(saved.tinker_path == self._parsed.tinker_path for saved in found.checkpoints)
+        return any(saved.tinker_path == self._parsed.tinker_path for saved in listed.checkpoints)
 
     async def _export(self) -> list[Path]:
-        """Have the service write the files: load the weights into a model of our own, export it, fetch, tidy up."""
+        """Have the service write the files: load the weights into a new run, export it, fetch, delete the export."""
         from tinkex.client.service import ServiceClient
 
         path = self._parsed.tinker_path

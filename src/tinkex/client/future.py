@@ -43,7 +43,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         self._is_observed = False
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the result is there, or raise its error. A timeout leaves the work going."""
+        """Block until the result is there and return it, or raise its error. A timeout leaves the work going."""
         self._is_observed = True
         if self._is_open:
             self._check_can_block()
@@ -93,7 +93,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         super().add_done_callback(fn)  # type: ignore[arg-type]
 
     def status(self) -> FutureStatus:
-        """What is known about the operation right now; never blocks."""
+        """Return what is known about the operation right now; never blocks."""
         return self._operation.status(REAL.now())
 
     def cancel(self) -> bool:
@@ -136,7 +136,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         if on_own_loop():
             raise WrongThread(
                 f"result() of {self._operation.name} was called on the SDK's own loop thread, which would have to "
-                "answer it. Await the future, or wait on another thread."
+                "bring it. Await the future, or wait on another thread."
             )
 
     def _check_will_end(self) -> None:

@@ -1,4 +1,4 @@
-"""`RestClient`: runs, checkpoints and sessions, for reading and tidying. `AdminClient`: the audit log and the bill.
+"""`RestClient`: reads and deletes runs, checkpoints and sessions. `AdminClient`: the audit log and the bill.
 
 Methods return an `APIFuture`; the `_async` names are coroutines that give the value. No session is opened.
 """
@@ -51,7 +51,7 @@ TRACE_POLL_S = 5.0
 
 
 class _Rest(BaseClient):
-    """How the REST clients find their service: through a session, or by settings alone."""
+    """The base of the REST clients: they reach their service through a session, or by settings alone."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class _Rest(BaseClient):
     def _call(
         self, method: str, endpoint: Endpoint, query: Mapping[str, Any] | None = None, body: Any = None, **parts: str
     ) -> APIFuture[Any]:
-        place = endpoint.url(**parts)
+        base_path = endpoint.url(**parts)
 
         def path(dialect: Dialect) -> str:
-            given = {name: value for name, value in (query or {}).items() if value is not None}
-            if dialect is Dialect.JSON and given.get("access_scope") == "owned":
-                del given["access_scope"]  # unknown to services of that age, which know of no other
-            return place + (f"?{urlencode(given)}" if given else "")
+            fields = {name: value for name, value in (query or {}).items() if value is not None}
+            if dialect is Dialect.JSON and fields.get("access_scope") == "owned":
+                del fields["access_scope"]  # unknown to services of that age, which know of no other
+            return base_path + (f"?{urlencode(fields)}" if fields else "")
 
         headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
         return self._ask(endpoint, body, path=path, headers=headers)
@@ -85,7 +85,7 @@ class _Rest(BaseClient):
 
 
 class _Account(_Rest):
-    """What both clients offer: programs from before there was an AdminClient ask the RestClient."""
+    """The methods of both clients: programs from before there was an AdminClient call them on the RestClient."""
 
     def get_audit_log(self, event_type: str = "all", day: dt.date | None = None) -> APIFuture[AuditLogResponse]:
         query = {"event_type": event_type, "day": day.isoformat() if day else None}
@@ -118,14 +118,14 @@ class _Account(_Rest):
 
 
 class RestClient(_Account):
-    """Everything about what is stored, nothing about what is running."""
+    """Reads and changes what is stored on the service. Starts no training and no sampling."""
 
     # -- runs -------------------------------------------------------------------------------------------------------
 
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: str = "owned", project_id: str | None = None
     ) -> APIFuture[TrainingRunsResponse]:
-        """Your runs, the latest first, a page at a time."""
+        """List your runs, the latest first, a page at a time."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope, "project_id": project_id}
         return self._call("list_training_runs", endpoints.LIST_TRAINING_RUNS, query)
 
@@ -148,7 +148,7 @@ class RestClient(_Account):
         return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
-        """Base model, rank and trained parts of a saved checkpoint."""
+        """Return base model, rank and trained parts of a saved checkpoint."""
         _parsed(tinker_path)
         return self._call(
             "get_weights_info_by_tinker_path",
@@ -157,7 +157,7 @@ class RestClient(_Account):
         )
 
     def get_run_steps(self, training_run_id: str, after_seq_id: int = -1) -> APIFuture[RunStepsResponse]:
-        """A run's optimizer steps with loss, learning rate and tokens, oldest first. Services of our own have it."""
+        """Return a run's optimizer steps with loss, learning rate and tokens, oldest first. Only our service has it."""
         query = {"after_seq_id": after_seq_id}
         return self._call("get_run_steps", endpoints.RUN_STEPS, query, run_id=training_run_id)
 
@@ -167,14 +167,14 @@ class RestClient(_Account):
     # -- the service ------------------------------------------------------------------------------------------------
 
     def get_service_state(self) -> APIFuture[ServiceState]:
-        """Whether the service works, and what waits. Services of our own have it."""
+        """Return whether the service works, and what waits. Only our service has it."""
         return self._call("get_service_state", endpoints.SERVICE_STATE)
 
     async def get_service_state_async(self) -> ServiceState:
         return await self.get_service_state()
 
     def list_failed_operations(self, limit: int = 50, offset: int = 0) -> APIFuture[FailedOperationsResponse]:
-        """Your operations that failed or were refused, the latest first. Services of our own have it."""
+        """List your operations that failed or were rejected, the latest first. Only our service has it."""
         query = {"limit": limit, "offset": offset}
         return self._call("list_failed_operations", endpoints.FAILED_OPERATIONS, query)
 
@@ -224,7 +224,7 @@ class RestClient(_Account):
         await self.unpublish_checkpoint_from_tinker_path(tinker_path)
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
-        """Let the checkpoint expire in so many seconds; None keeps it for good."""
+        """Let the checkpoint expire in so many seconds; None keeps it without an end."""
         validate.check_ttl(ttl_seconds)
         return self._on_checkpoint(
             "set_checkpoint_ttl_from_tinker_path",
@@ -239,7 +239,7 @@ class RestClient(_Account):
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """A short-lived address of a tar archive of the checkpoint (`tinkex checkpoint download` does the rest)."""
+        """Return a short-lived address of a tar archive of the checkpoint (`tinkex checkpoint download` fetches it)."""
         path = endpoints.CHECKPOINT_ARCHIVE.url(run_id=training_run_id, checkpoint_id=checkpoint_id)
         link = self._session.link()
 
@@ -268,7 +268,7 @@ class RestClient(_Account):
         return await self.get_checkpoint_archive_url_from_tinker_path(tinker_path)
 
     def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
-        """Addresses of the files written by `TrainingClient.save_weights_external`."""
+        """Return the addresses of the files written by `TrainingClient.save_weights_external`."""
         if _parsed(tinker_path).checkpoint_type != "external":
             raise ValidationError(
                 f"{tinker_path} has no files to download. TrainingClient.save_weights_external(name) writes some: "
@@ -287,7 +287,7 @@ class RestClient(_Account):
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> APIFuture[str]:
-        """Copy a checkpoint (also a published one of others) to your own; gives the new path."""
+        """Copy a checkpoint (also a published one of others) to your own; returns the new path."""
         return copy_weights(
             self,
             path,
@@ -348,7 +348,7 @@ class RestClient(_Account):
         await self.assign_session_project(session_id, project_id)
 
     def export_session_trace(self, session_id: str) -> APIFuture[str]:
-        """Have the service write a trace of the session; gives its address when it is there."""
+        """Have the service write a trace of the session; returns its address when it is there."""
         link = self._session.link()
         operation = Operation("export_session_trace", link.clock.now(), session=self._session)
 
@@ -358,11 +358,11 @@ class RestClient(_Account):
         async def work() -> str:
             path = endpoints.SESSION_TRACE_EXPORT.url(session_id=session_id)
             while True:
-                found = await self._ask(endpoints.SESSION_TRACE_EXPORT, path=path, read=read)
-                if found.get("url"):
-                    return str(found["url"])
-                if found.get("error") or found.get("status") == "failed":
-                    raise RequestFailedError(f"The trace of session {session_id} failed: {found.get('error')}")
+                export = await self._ask(endpoints.SESSION_TRACE_EXPORT, path=path, read=read)
+                if export.get("url"):
+                    return str(export["url"])
+                if export.get("error") or export.get("status") == "failed":
+                    raise RequestFailedError(f"The trace of session {session_id} failed: {export.get('error')}")
                 await link.clock.sleep(TRACE_POLL_S)
 
         return link.operations.run(operation, work)
@@ -377,7 +377,7 @@ class RestClient(_Account):
         return await self.get_sampler(sampler_id)
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
-        """Whose key this is."""
+        """Return whose key this is."""
         link = self._session.link()
         operation = Operation("whoami", link.clock.now(), session=self._session)
 
@@ -412,7 +412,7 @@ def copy_weights(
     weights_access_token: str | None = None,
     into_session: bool = False,
 ) -> APIFuture[str]:
-    """Shared by both clients that can copy."""
+    """Start a copy for either client that can copy."""
     _parsed(path)
     validate.check_ttl(ttl_seconds)
     session = client._session
@@ -429,7 +429,7 @@ def copy_weights(
         headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": "copy_weights"}
         if weights_access_token:
             headers["x-tinker-weights-access-token"] = weights_access_token
-        found = await client._ask(
+        copy = await client._ask(
             endpoints.COPY_WEIGHTS,
             lambda dialect: requests.copy_weights(
                 path,
@@ -440,13 +440,13 @@ def copy_weights(
             ),
             headers=headers,
         )
-        return str(found.tinker_path)
+        return str(copy.tinker_path)
 
     return link.operations.run(operation, work)
 
 
-def _unpickle(kind: type[_Rest], place: dict[str, Any], session_id: str | None) -> _Rest:
-    return kind(BaseClient._session_from(place, None))
+def _unpickle(kind: type[_Rest], address: dict[str, Any], session_id: str | None) -> _Rest:
+    return kind(BaseClient._session_from(address, None))
 
 
 def _parsed(tinker_path: str) -> ParsedCheckpointTinkerPath:
@@ -458,9 +458,9 @@ def _iso(moment: dt.datetime | str) -> str:
 
 
 def _expires(text: str | None, now: dt.datetime) -> dt.datetime:
-    """Always aware; an absent or unreadable header means the usual quarter of an hour."""
+    """Return an aware time; an absent or unreadable header means the usual quarter of an hour."""
     try:
-        found = parsedate_to_datetime(text or "")
+        expires = parsedate_to_datetime(text or "")
     except (TypeError, ValueError):
         return now + ARCHIVE_VALID
-    return found if found.tzinfo else found.replace(tzinfo=dt.UTC)
+    return expires if expires.tzinfo else expires.replace(tzinfo=dt.UTC)

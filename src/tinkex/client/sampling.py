@@ -1,7 +1,7 @@
 """`SamplingClient`: samples and log-probabilities from a base model or from saved weights.
 
 `sample()` returns an `APIFuture` at once; thousands may be in flight. How many are really sent at a time is decided by
-the limiter that all samplers of one service and key share: a 429 slows all of them down and none of them fails.
+the limiter that all samplers of one service and key share: a 429 slows all of them down and fails none of them.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class SamplingClient(BaseClient):
 
         >>> sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")
         >>> prompt = tinkex.ModelInput.from_ints([1, 2, 3])
-        >>> answer = sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=4)).result()
-        >>> len(answer.sequences[0].tokens)
+        >>> response = sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=4)).result()
+        >>> len(response.sequences[0].tokens)
         4
         """
         link = self._session.link()
@@ -153,7 +153,7 @@ class SamplingClient(BaseClient):
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
-        """The log-probability of every prompt token; the first has none."""
+        """Return the log-probability of every prompt token; the first has none."""
         sampled = self._draw(
             prompt, 1, SamplingParams(max_tokens=1), True, prompt_logprobs_last_n=prompt_logprobs_last_n
         )
@@ -168,7 +168,7 @@ class SamplingClient(BaseClient):
         return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
 
     def stream(self, prompt: ModelInput, sampling_params: SamplingParams, num_samples: int = 1) -> SampleStream:
-        """Tokens and log-probabilities as they are made: iterate with `for` or `async for`, once.
+        """Return an iterator of tokens and log-probabilities as they are sampled: for `for` or `async for`, once.
 
         Where the service does not announce streaming, one final chunk per sample.
 
@@ -184,7 +184,7 @@ class SamplingClient(BaseClient):
         return SampleStream(self._session, self._sampling, sample, lambda: self._usage(prompt))
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
+        """Return the model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
         from tinkex.client._files.tokenizer_files import tokenizer_by_name
 
         return tokenizer_by_name(self._session, self.get_base_model())
@@ -221,12 +221,12 @@ class SamplingClient(BaseClient):
         )
 
     def get_sampler_handle(self) -> str:
-        """A text that names this sampler, for `from_sampler_handle` in another process. Holds no key."""
+        """Return a text that names this sampler, for `from_sampler_handle` in another process. Holds no key."""
         import base64
         import json
 
-        place, session_id = self._pickled()
-        fields = [place, session_id, self.sampling_session_id, self.base_model, self.model_path]
+        address, session_id = self._pickled()
+        fields = [address, session_id, self.sampling_session_id, self.base_model, self.model_path]
         return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
 
     @staticmethod
@@ -235,15 +235,15 @@ class SamplingClient(BaseClient):
         import json
 
         try:
-            place, session_id, sampling_session_id, base_model, model_path = json.loads(
+            address, session_id, sampling_session_id, base_model, model_path = json.loads(
                 base64.urlsafe_b64decode(handle)
             )
-            place = {name: value for name, value in place.items() if api_key is None or name != "key"}
+            address = {name: value for name, value in address.items() if api_key is None or name != "key"}
         except (ValueError, TypeError, AttributeError):
             raise ValidationError("This is not a handle made by SamplingClient.get_sampler_handle().") from None
         if api_key is not None:
-            place["api_key"] = api_key
-        return _unpickle(place, session_id, sampling_session_id, base_model, model_path)
+            address["api_key"] = api_key
+        return _unpickle(address, session_id, sampling_session_id, base_model, model_path)
 
     # -- private ----------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ def create_sampling_client(
     base_model: str | None = None,
     record_stability_info: bool = False,
 ) -> APIFuture[SamplingClient]:
-    """Open a sampling session and wrap it."""
+    """Open a sampling session and return its client."""
     if model_path is None and base_model is None:
         raise ValidationError("create_sampling_client needs base_model=… or model_path=tinker://…/sampler_weights/…")
     if model_path is not None:
@@ -327,13 +327,13 @@ async def learn_context_lengths(session: Session) -> None:
 
 
 def _unpickle(
-    place: dict[str, Any],
+    address: dict[str, Any],
     session_id: str | None,
     sampling_session_id: str,
     base_model: str | None,
     model_path: str | None,
 ) -> SamplingClient:
-    session = BaseClient._session_from(place, session_id)
+    session = BaseClient._session_from(address, session_id)
     return SamplingClient(session, sampling_session_id, base_model=base_model, model_path=model_path, is_copy=True)
 
 

@@ -1,4 +1,4 @@
-"""`ServiceClient`: the front door. Making one costs nothing; the first call opens a session."""
+"""`ServiceClient`: makes all other clients. Making one costs nothing; the first call opens a session."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tinkex.wire.dialect import Dialect
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
 
-_NATIVE = ("timeout_s", "max_retries", "unreachable_s", "deadline_s", "wait_line_s", "pools", "telemetry", "proxy",
+_SETTINGS = ("timeout_s", "max_retries", "unreachable_s", "deadline_s", "wait_line_s", "pools", "telemetry", "proxy",
            "ca_file", "tags", "cache_dir")  # fmt: skip
 
 
@@ -77,7 +77,7 @@ class ServiceClient(BaseClient):
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
-        """A new LoRA adapter on a base model.
+        """Create a new LoRA adapter on a base model.
 
         >>> training = service.create_lora_training_client("Qwen/Qwen3-8B", rank=16)
         >>> training.get_info().lora_rank
@@ -144,8 +144,8 @@ class ServiceClient(BaseClient):
         """Go on with a run that is alive on the service, after this program or its machine went down.
 
         Nothing is loaded or lost: weights, optimizer and gathered gradients are as the last accepted operation left
-        them. For one client at a time: two that train the same run would use the same numbers. Needs a service of our
-        own; elsewhere go on from a saved state.
+        them. For one client at a time: two that train the same run would use the same numbers. Only our own service
+        offers this; elsewhere go on from a saved state.
         """
         return self._from_run(model_id).result()
 
@@ -161,7 +161,7 @@ class ServiceClient(BaseClient):
         retry_config: Any = None,
         record_stability_info: bool = False,
     ) -> SamplingClient:
-        """A sampler of a base model, or of weights saved for sampling."""
+        """Create a sampler of a base model, or of weights saved for sampling."""
         warn_of_retry_config(retry_config)
         return create_sampling_client(
             self._session, model_path=model_path, base_model=base_model, record_stability_info=record_stability_info
@@ -180,7 +180,7 @@ class ServiceClient(BaseClient):
         )
 
     def create_rest_client(self) -> RestClient:
-        """Runs, checkpoints, sessions: reading and tidying. Opens no session of its own."""
+        """Return a client for reading and deleting runs, checkpoints and sessions. It opens no session."""
         from tinkex.client.rest import RestClient
 
         return RestClient(self._session)
@@ -188,7 +188,7 @@ class ServiceClient(BaseClient):
     # -- the service ------------------------------------------------------------------------------------------------
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        """Which models the service offers."""
+        """Return which models the service offers."""
         return self._ask(endpoints.GET_SERVER_CAPABILITIES).result()  # type: ignore[no-any-return]
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
@@ -264,7 +264,7 @@ class ServiceClient(BaseClient):
         optimizer: OptimizerConfig | None,
         with_optimizer: bool,
     ) -> APIFuture[TrainingClient]:
-        if isinstance(base_model, Mapping):  # 0.4.1 has user_metadata in second place
+        if isinstance(base_model, Mapping):  # 0.4.1 has user_metadata as its second argument
             base_model, user_metadata = None, dict(base_model)
         validate.check_state_path(path)
         validate.check_metadata(user_metadata)
@@ -300,8 +300,8 @@ class ServiceClient(BaseClient):
             lora = LoraConfig(rank=info.lora_rank or 32, seed=None, **flags)
             if metadata is not None or user_metadata is not None:
                 metadata = {**(metadata or {}), **(user_metadata or {})}
-            kept = optimizer or (info.optimizer_config if with_optimizer else None)
-            client = await self._make(operation, base_model or info.base_model, lora, metadata, kept)
+            config = optimizer or (info.optimizer_config if with_optimizer else None)
+            client = await self._make(operation, base_model or info.base_model, lora, metadata, config)
             load = client.load_state_with_optimizer if with_optimizer else client.load_state
             await load(path, weights_access_token)
             return client
@@ -332,7 +332,7 @@ class ServiceClient(BaseClient):
     async def _saved(
         self, path: str, weights_access_token: str | None
     ) -> tuple[WeightsInfoResponse, dict[str, str] | None]:
-        """What was saved: weights_info where the service has it, else what its run says (services before 0.6)."""
+        """Return what was saved: weights_info where the service has it, else what its run says (before 0.6)."""
         link = self._session.link()
         if await ready(link) is Dialect.PROTO:
             try:
@@ -344,13 +344,13 @@ class ServiceClient(BaseClient):
             except NotFoundError:
                 pass  # either no such call or no such checkpoint: the run can tell
         run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
-        answer: TrainingRun = await self._ask(
+        run: TrainingRun = await self._ask(
             endpoints.GET_TRAINING_RUN, path=endpoints.GET_TRAINING_RUN.url(run_id=run_id)
         )
-        if not answer.is_lora:
+        if not run.is_lora:
             raise ValidationError(f"{path} is not a LoRA run; only adapters can be trained on.")
-        info = WeightsInfoResponse(base_model=answer.base_model, is_lora=True, lora_rank=answer.lora_rank)
-        return info, answer.user_metadata
+        info = WeightsInfoResponse(base_model=run.base_model, is_lora=True, lora_rank=run.lora_rank)
+        return info, run.user_metadata
 
     @property
     def holder(self) -> Session:
@@ -382,24 +382,24 @@ def _set_log_level() -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def _unpickle(place: dict[str, Any], session_id: str | None) -> ServiceClient:
+def _unpickle(address: dict[str, Any], session_id: str | None) -> ServiceClient:
     client = ServiceClient.__new__(ServiceClient)
-    # A copy makes models of its own: it opens a session of its own, so that numbers cannot meet.
-    BaseClient.__init__(client, BaseClient._session_from(place, None))
+    # A copy creates its own models: it opens its own session, so that two processes never use the same number.
+    BaseClient.__init__(client, BaseClient._session_from(address, None))
     return client
 
 
 def _configure(
     base_url: str | None, api_key: str | None, headers: Mapping[str, str] | None, options: dict[str, Any]
 ) -> settings.Config:
-    given = {name: options.pop(name) for name in _NATIVE if name in options}
+    chosen = {name: options.pop(name) for name in _SETTINGS if name in options}
     timeout = options.pop("timeout", None)
-    timeout = getattr(timeout, "read", timeout)  # also httpx.Timeout: the time for an answer is its `read`
+    timeout = getattr(timeout, "read", timeout)  # also httpx.Timeout: the time for a response is its `read`
     for name, value in (("timeout_s", timeout), ("headers", options.pop("default_headers", None))):
         if isinstance(value, (int, float, Mapping)):
-            given.setdefault(name, value)
+            chosen.setdefault(name, value)
     if headers:
-        given["headers"] = {**given.get("headers", {}), **headers}
+        chosen["headers"] = {**chosen.get("headers", {}), **headers}
     if options:
         warnings.warn(f"ServiceClient ignores {', '.join(sorted(options))}: no such argument.", stacklevel=3)
-    return settings.resolve(base_url=base_url, api_key=api_key, **given)
+    return settings.resolve(base_url=base_url, api_key=api_key, **chosen)

@@ -88,7 +88,10 @@ class SampleStream:
 async def _stream(
     link: ServiceLink, operation: Operation, body: Body, put: Callable[[StreamChunk], None]
 ) -> SampleResponse:
-    """Open the stream, repeating that until its first byte is here; then read it. It is not resumed."""
+    """Open the stream, repeating that until its first byte is here; then read it. It is not resumed.
+
+    The gate is held until that byte: a service that is asked for many streams sends it when the first token is there.
+    """
     attempts = SampleAttempts(link, operation, endpoints.SAMPLE_STREAM.name, body)
 
     async def open_once(attempt: int) -> StreamedResponse:

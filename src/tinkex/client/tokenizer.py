@@ -1,4 +1,4 @@
-"""Text to token ids and back: which tokenizer a model needs, where it comes from, and a light one of our own.
+"""Converts text to token ids and back: which tokenizer a model needs, where it comes from, and a light one of ours.
 
 No call here applies a chat template: `encode` turns exactly the text it is given into tokens. A conversation must be
 rendered first (with `transformers`: `get_tokenizer().apply_chat_template(...)`, or a renderer library).
@@ -31,7 +31,7 @@ _REMOTE_CODE: Final = {
 
 
 def tokenizer_id(model_name: str, info_tokenizer_id: str | None = None) -> str:
-    """The id under which a model's tokenizer is found: what the service says, else by the model's name.
+    """Return the id of a model's tokenizer: what the service says, else by the model's name.
 
     >>> tokenizer_id("Qwen/Qwen3-8B/instruct")
     'Qwen/Qwen3-8B'
@@ -46,7 +46,7 @@ def tokenizer_id(model_name: str, info_tokenizer_id: str | None = None) -> str:
 
 
 class Encoded(dict[str, Any]):
-    """What calling a tokenizer gives: `input_ids` and `attention_mask`, by key or attribute."""
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, by key or attribute."""
 
     @property
     def input_ids(self) -> Any:
@@ -83,18 +83,18 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, name_or_path: str = "") -> Tokenizer:
         """Read a `tokenizer.json`, or a folder that has one; files next to it name the start and end tokens."""
-        found = Path(path)
-        file = found / "tokenizer.json" if found.is_dir() else found
+        given_path = Path(path)
+        file = given_path / "tokenizer.json" if given_path.is_dir() else given_path
         try:
             backend = _tokenizers().Tokenizer.from_file(str(file))
         except MissingExtra:
             raise
-        except Exception as problem:  # the library raises bare Exceptions
-            raise ConfigError(f"{file} cannot be read as a tokenizer: {problem}.") from None
+        except Exception as error:  # the library raises bare Exceptions
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}.") from None
         config = {**_read(file.with_name("special_tokens_map.json")), **_read(file.with_name("tokenizer_config.json"))}
         return cls(
             backend,
-            name_or_path=name_or_path or str(found),
+            name_or_path=name_or_path or str(given_path),
             bos_token=_token(config.get("bos_token")),
             eos_token=_token(config.get("eos_token")),
         )
@@ -110,11 +110,11 @@ class Tokenizer:
 
         try:
             file = huggingface_hub.hf_hub_download(name, "tokenizer.json", revision=revision)
-        except (OSError, ValueError, errors.EntryNotFoundError) as problem:
+        except (OSError, ValueError, errors.EntryNotFoundError) as error:
             raise ConfigError(
-                f"No tokenizer for {name!r}: the hub gave no tokenizer.json ({type(problem).__name__}). Check the name "
+                f"No tokenizer for {name!r}: the hub gave no tokenizer.json ({type(error).__name__}). Check the name "
                 "and the network, or load your own with Tokenizer.from_file(path)."
-            ) from problem
+            ) from error
         for extra in ("tokenizer_config.json", "special_tokens_map.json"):
             try:
                 huggingface_hub.hf_hub_download(name, extra, revision=revision)
@@ -163,8 +163,8 @@ class Tokenizer:
         return self._id(tokens) if isinstance(tokens, str) else [self._id(token) for token in tokens]
 
     def _id(self, token: str) -> int | None:
-        found: int | None = self.backend.token_to_id(token)
-        return found
+        token_id: int | None = self.backend.token_to_id(token)
+        return token_id
 
     def __len__(self) -> int:
         return int(self.backend.get_vocab_size())
@@ -188,7 +188,7 @@ _locks: dict[tuple[int, str, str], threading.Lock] = {}
 
 
 def load(name: str, files: ServiceFiles | None = None) -> Any:
-    """The tokenizer of an id (see `tokenizer_id`), made once per process and shared by all clients and threads.
+    """Return the tokenizer of an id (see `tokenizer_id`), made once per process and shared by all clients and threads.
 
     From the service's own files if it has them, else from the hub. With `transformers` installed it is theirs (fast, or
     slow where there is no fast one); otherwise a `Tokenizer`.
@@ -216,16 +216,16 @@ def _make(name: str, files: ServiceFiles | None) -> Any:
     options = {"trust_remote_code": True, "revision": _REMOTE_CODE[name]} if source in _REMOTE_CODE else {}
     try:
         return AutoTokenizer.from_pretrained(source, use_fast=True, **options)
-    except Exception as problem:  # another library's edge: it raises whatever its files make it raise
+    except Exception as error:  # another library's edge: it raises whatever its files make it raise
         try:
             return AutoTokenizer.from_pretrained(source, use_fast=False, **options)
         except Exception:
             if folder is not None:  # a lone tokenizer.json is enough for ours
                 return Tokenizer.from_file(folder, name_or_path=name)
             raise ConfigError(
-                f"No tokenizer for {name!r}: {problem}. Load your own with tinkex.Tokenizer.from_file(path), or with "
+                f"No tokenizer for {name!r}: {error}. Load your own with tinkex.Tokenizer.from_file(path), or with "
                 "transformers."
-            ) from problem
+            ) from error
 
 
 def _thinking_machines(name: str) -> Any:

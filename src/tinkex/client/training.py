@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinkex.client._calls import chunks, validate
 from tinkex.client._calls.submit import Encode
@@ -20,6 +20,7 @@ from tinkex.client._runtime.operation_queue import OperationQueue
 from tinkex.client._runtime.session import Session
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.client.future import APIFuture
+from tinkex.client.sampling import SamplingClient, create_sampling_client
 from tinkex.errors import TinkexError, ValidationError
 from tinkex.events import Usage, counts_usage
 from tinkex.types import (
@@ -39,9 +40,6 @@ from tinkex.wire import endpoints, requests
 from tinkex.wire.body import Body
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
-
-if TYPE_CHECKING:
-    from tinkex.client.sampling import SamplingClient
 
 
 class TrainingClient(BaseClient):
@@ -87,7 +85,7 @@ class TrainingClient(BaseClient):
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLossFn, *, loss_type_input: str | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """A loss of your own, written in torch: two passes, with `loss_fn` run in a worker thread between them.
+        """Train on a custom loss, written in torch: two passes, with `loss_fn` run in a worker thread between them.
 
         The queue of this client waits for it, so an `optim_step` called next applies its gradient. Metrics are those
         of the second pass (its `loss:sum` as `surrogate_loss:sum`) and the function's own.
@@ -122,7 +120,7 @@ class TrainingClient(BaseClient):
         if chosen is None:
             raise ValidationError("optim_step needs its parameters, for example AdamParams(learning_rate=1e-4).")
         params = validate.check_adam(chosen)
-        rate: float | None = getattr(params, "learning_rate", None)  # an optimizer of the future may have none
+        rate: float | None = getattr(params, "learning_rate", None)  # a future optimizer may have none
         return self._single(
             "optim_step",
             endpoints.OPTIM_STEP,
@@ -244,7 +242,7 @@ class TrainingClient(BaseClient):
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A sampler of the weights as they are after everything called so far. Ephemeral: it ends with the session."""
+        """Return a sampler of the weights after everything called so far. Ephemeral: it ends with the session."""
         warn_of_retry_config(retry_config)
         return self._ephemeral(name, record_stability_info).result()
 
@@ -255,17 +253,15 @@ class TrainingClient(BaseClient):
         return await self._ephemeral(name, record_stability_info)
 
     def save_weights_and_get_sampling_client_submit(self, retry_config: Any = None) -> APIFuture[SamplingClient]:
-        """The same without waiting, as programs for 0.4.1 call it."""
+        """Do the same without waiting, as programs for 0.4.1 call it."""
         warn_of_retry_config(retry_config)
         return self._ephemeral(None, False)
 
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A sampler of weights saved with `save_weights_for_sampler`."""
+        """Return a sampler of weights saved with `save_weights_for_sampler`."""
         warn_of_retry_config(retry_config)
-        from tinkex.client.sampling import create_sampling_client
-
         return create_sampling_client(
             self._session, model_path=model_path, record_stability_info=record_stability_info
         ).result()
@@ -274,14 +270,12 @@ class TrainingClient(BaseClient):
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
         warn_of_retry_config(retry_config)
-        from tinkex.client.sampling import create_sampling_client
-
         return await create_sampling_client(
             self._session, model_path=model_path, record_stability_info=record_stability_info
         )
 
     def unload_model(self) -> APIFuture[UnloadModelResponse]:
-        """Let the service free this adapter now, after everything called so far. What was saved stays."""
+        """Let the service free this adapter, after everything called so far. Saved checkpoints stay."""
         return self._single(
             "unload_model",
             endpoints.UNLOAD_MODEL,
@@ -291,14 +285,14 @@ class TrainingClient(BaseClient):
     # -- about the model --------------------------------------------------------------------------------------------
 
     def get_info(self) -> GetInfoResponse:
-        """Name, architecture and tokenizer of the model being trained."""
+        """Return name, architecture and tokenizer of the model being trained."""
         return self._info().result()
 
     async def get_info_async(self) -> GetInfoResponse:
         return await self._info()
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
+        """Return the model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
         from tinkex.client._files.tokenizer_files import tokenizer_of_model
 
         return tokenizer_of_model(self._session, self.get_info())
@@ -351,15 +345,13 @@ class TrainingClient(BaseClient):
         return self._single(
             "load_state",
             endpoints.LOAD_WEIGHTS,
-            # An old service knows no `optimizer`: it is told only what it could not guess.
+            # An old service knows no `optimizer` field: it is sent only where it says something.
             lambda seq, dialect: requests.load_weights(
                 self.model_id, seq, path, optimizer or None, weights_access_token, dialect=dialect
             ),
         )
 
     def _ephemeral(self, name: str | None, record_stability_info: bool) -> APIFuture[SamplingClient]:
-        from tinkex.client.sampling import SamplingClient
-
         if name is not None:
             warnings.warn(
                 f"save_weights_and_get_sampling_client(name={name!r}) saves nothing under that name: the sampler is "
@@ -396,7 +388,7 @@ class TrainingClient(BaseClient):
 
 
 def _unpickle(
-    place: dict[str, Any], session_id: str | None, model_id: str, base_model: str | None, next_seq_id: int
+    address: dict[str, Any], session_id: str | None, model_id: str, base_model: str | None, next_seq_id: int
 ) -> TrainingClient:
-    session = BaseClient._session_from(place, session_id)
+    session = BaseClient._session_from(address, session_id)
     return TrainingClient(session, model_id, base_model=base_model, next_seq_id=next_seq_id)

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -20,6 +21,8 @@ import pytest
 
 import tinkex
 from tests.integration.client.conftest import MODEL, datum, prompt, step
+from tinkex.client._runtime.operation import Operation
+from tinkex.client._runtime.pump import Pump
 from tinkex.testing import ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
@@ -340,3 +343,24 @@ def test_a_sampler_works_in_spawned_pool_workers(
         found = pool.map(draw, [sampler] * 4, chunksize=1)
     assert found == [draw(sampler)] * 4
     assert len(set(proto_service.sampled)) == 5
+
+
+def test_a_stream_that_the_parent_reads_ends_in_a_forked_child_and_goes_on_in_the_parent(
+    proto_service: ScriptedService, connect: Connect
+) -> None:
+    link = connect(proto_service)._session.link()
+    go_on = threading.Event()
+
+    async def receive(put: Callable[[int], None]) -> None:
+        put(1)
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        put(2)
+
+    pump: Pump[int] = Pump(link, Operation("stream", link.clock.now()), receive)
+    values = iter(pump)
+    assert next(values) == 1
+    with pytest.raises(tinkex.ClosedError, match="before a fork"):
+        in_fork(lambda: next(values))
+    go_on.set()
+    assert list(values) == [2]

@@ -90,7 +90,7 @@ def test_a_service_that_cannot_be_reached_is_said_once_and_long_before_the_error
             future.result(20)
     said = [record.getMessage() for record in caplog.records if record.name == "tinkex.wait"]
     assert len(said) == 1
-    assert said[0].startswith(f"No answer from {proto_service.url} (")
+    assert said[0].startswith(f"No response from {proto_service.url} (")
     assert "tinkex doctor" in said[0]
 
 
@@ -236,7 +236,7 @@ def test_an_unanswered_poll_ends_with_a_reason_within_unreachable_s(
     training = connect(proto_service, unreachable_s=0.6).create_lora_training_client(MODEL)
     proto_service.script.on("retrieve_future", do=Drop())
     started = time.monotonic()
-    with pytest.raises(tinkex.DeadlineExceeded, match=r"no valid answer from http.*Connection error"):
+    with pytest.raises(tinkex.DeadlineExceeded, match=r"no valid response from http.*Connection error"):
         training.optim_step(step()).result(20)
     assert time.monotonic() - started < 6
 

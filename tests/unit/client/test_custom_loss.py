@@ -172,8 +172,8 @@ def test_a_datum_the_loss_ignores_is_named() -> None:
         (lambda data, lps: lps[0].sum(), r"must return \(loss, metrics\)"),
         (lambda data, lps: (lps[0].sum(), {}, 3), r"must return \(loss, metrics\)"),
         (lambda data, lps: (lps[0].sum(), [1.0]), "as a dict"),
-        (lambda data, lps: (lps[0].sum(), {"text": "high"}), "'text' is no number"),
-        (lambda data, lps: (lps[0].sum(), {"all": lps[0]}), "'all' is no number"),
+        (lambda data, lps: (lps[0].sum(), {"text": "high"}), "'text' is not a number"),
+        (lambda data, lps: (lps[0].sum(), {"all": lps[0]}), "'all' is not a number"),
         (lambda data, lps: ((lps[0] * 0).sqrt().sum(), {}), r"data\[0\] is not finite"),
     ],
 )

@@ -1,1 +1,20 @@
-"""One call to the service: encode, send, retry, limit, poll, join."""
+"""Calls to the service: check, encode, send, retry, limit, poll, combine.
+
+    send               one exchange: headers, credential, statistics, events
+    attempts           Attempts: the one loop that repeats a failed request
+    retry              when to try again (pure)
+    limits             Gate, Limiter: how much may be in flight
+    call               an ordinary call
+    handshake          ready: dialect, limits and tokens of a service
+    poll, poll_batch   from a request id to a result
+    submit             one training request
+    training_calls     what a training client puts into its queue
+    sampling_session   the numbers of a sampler's samples
+    sample_call        one sample
+    event_stream       server-sent events
+    chunks             cuts the data of one call into requests
+    metrics            combines the metrics of chunks
+    validate           checks arguments before anything is sent
+
+Private to tinkex.client.
+"""

@@ -20,7 +20,7 @@ BYTES_PENALTY = 20
 
 
 class Gate:
-    """Admits up to `count` holders and `limit_bytes` bytes; one holder is always admitted, however large."""
+    """Admits up to `count` entries and `limit_bytes` bytes; a single entry is always admitted, however large."""
 
     def __init__(self, clock: Clock, count: int, limit_bytes: int | None = None) -> None:
         self._clock = clock

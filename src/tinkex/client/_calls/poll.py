@@ -61,7 +61,7 @@ async def poll(
                 await link.limiter.results.acquire(read.size)
                 reserved, polls.has_size = read.size, True
                 continue
-            if isinstance(read, envelope.Metadata):  # told again although it was asked for: no more is reserved
+            if isinstance(read, envelope.Metadata):  # the size again instead of the result: reserve no more
                 read = envelope.TryAgain()
             _note_queue(operation, request_id, read, now - polled_at)
             polled_at = now
@@ -92,7 +92,7 @@ class PollAttempts(Attempts):
         super().__init__(link, operation, RETRIEVE_FUTURE.name)
         self.accepted_at = self.polled_at = operation.last_response_at = self.started_at
         self.has_size = False
-        """Whether the size of the result was told and its bytes are reserved."""
+        """Whether the size of the result is known and its bytes are reserved."""
         self._endpoint = endpoint
         self._request_id = request_id
         self._sequence_ids = sequence_ids
@@ -110,7 +110,7 @@ class PollAttempts(Attempts):
         self._iteration += 1
         self.operation.polls += 1
         self.link.stats.polls += 1
-        # The size of a large result is told first: its bytes are then reserved before it is fetched.
+        # The service says the size of a large result first: its bytes are then reserved before it is fetched.
         wants_size = self._dialect is Dialect.PROTO and not self.has_size
         body = requests.retrieve_future(self._request_id, wants_size, dialect=self._dialect)
         response = await send(self.link, self._retrieve, body, headers=self._headers, timeout_s=POLL_TIMEOUT_S)
@@ -147,7 +147,7 @@ class PollAttempts(Attempts):
         _emit(operation, self._request_id, "error")
         if silent_s >= config.unreachable_s:
             raise DeadlineExceeded(
-                f"{operation.name}: no valid answer from {config.base_url} for {silent_s:.0f} s "
+                f"{operation.name}: no valid response from {config.base_url} for {silent_s:.0f} s "
                 f"(unreachable_s={config.unreachable_s:.0f}). Last error: {operation.last_error.rstrip('.')}. "
                 f"Request {self._request_id} may still be running there."
             ) from error

@@ -1,7 +1,7 @@
-"""When to try again: the one retry curve, what a Retry-After header asks for, and the pause between two polls.
+"""Decides when to try again: the one retry curve, what a Retry-After header asks for, the pause between two polls.
 
 Pure: time, randomness and counters are handed in, so every rule is tested without waiting. `errors` decides *whether*
-an answer may be retried; this module decides *when*, and when to stop.
+a response may be retried; this module decides *when*, and when to stop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rng = Callable[[], float]
 """Gives a number in [0, 1), as `random.random` does."""
 
 QUICK_S: Final = 0.5
-"""A pending answer that came sooner than this was not held open by the service: it was not a long poll."""
+"""A pending response that came sooner than this was not held open by the service: it was not a long poll."""
 
 
 class RetryPolicy(NamedTuple):
@@ -35,7 +35,7 @@ class RetryPolicy(NamedTuple):
         """Seconds to wait after `attempt` (counted from 0) failed, or None to give up.
 
         What the service asks for (`hint_s`) is taken as it is, however long. A pause that would outlast the budget is
-        not begun: the caller hears at once instead of after it.
+        not begun: the caller gets the error at once instead of after it.
         """
         if attempt + 1 >= self.max_attempts:
             return None
@@ -49,12 +49,12 @@ class RetryPolicy(NamedTuple):
 
 
 class Poll(enum.Enum):
-    """How a poll for a result ended when it brought no result."""
+    """How a poll ended that brought no result."""
 
     PENDING = "pending"
-    """A valid answer: not ready yet (HTTP 408, or try_again)."""
+    """A valid response: not ready yet (HTTP 408, or try_again)."""
     FAULT = "fault"
-    """429, 5xx, or no answer at all."""
+    """429, 5xx, or no response at all."""
 
 
 def poll_delay(
@@ -68,9 +68,9 @@ def poll_delay(
 ) -> float:
     """Seconds before the next poll. Never gives up: the operation's deadline does.
 
-    `repeats` counts the polls in a row, before this one, that ended the same way: quick pending answers, or faults.
-    A service that held the poll open is asked again at once. One that answers "pending" immediately is asked after
-    0.05, 0.1, 0.2 … 1 s, so that no answer can make a hot loop.
+    `repeats` counts the polls in a row, before this one, that ended the same way: quick pending responses, or faults.
+    A service that held the poll open is asked again at once. One that says "pending" immediately is asked after
+    0.05, 0.1, 0.2 … 1 s, so that no response can make a hot loop.
     """
     if hint_s is not None:
         return hint_s

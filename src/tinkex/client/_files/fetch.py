@@ -30,7 +30,7 @@ PIECE = 1 << 20
 
 
 class DownloadProgress(NamedTuple):
-    """How far a file has come. `total_bytes` is None when the service does not say."""
+    """How much of a file has been fetched. `total_bytes` is None when the service does not say."""
 
     file: str
     done_bytes: int
@@ -49,12 +49,12 @@ class DownloadPart:
         self._tag = target.with_name(target.name + ".part.tag")
 
     @property
-    def held_bytes(self) -> int:
+    def size_bytes(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
 
     @property
     def tag(self) -> str | None:
-        """The validator of the version held; "" if only a checksum can tell; None if nothing can."""
+        """The validator of this version; "" if only a checksum can identify it; None if nothing can."""
         return self._tag.read_text(encoding="utf-8") if self._tag.exists() else None
 
     def begin(self, headers: Headers, has_checksum: bool) -> None:
@@ -69,7 +69,7 @@ class DownloadPart:
         self._tag.unlink(missing_ok=True)
 
     def settle(self, target: Path, expected: str | None) -> Path:
-        """Check what was fetched and give it its name."""
+        """Check what was fetched and rename it to `target`."""
         with _disk(target):
             if expected is not None:
                 self._verify(expected)
@@ -119,7 +119,7 @@ class DownloadAttempts(Attempts):
 
     def delay_after(self, error: APIError, attempt: int) -> float:
         now = self.link.clock.now()
-        if self.part.held_bytes > self._bytes_before:
+        if self.part.size_bytes > self._bytes_before:
             self._faults, self.started_at = 0, now
             self.operation.created_at = now
         self.note(error)
@@ -134,7 +134,7 @@ class DownloadAttempts(Attempts):
     async def fetch(self, attempt: int) -> str | None:
         """Fetch once, from where the part ends. Returns the checksum the service announced, if any."""
         part = self.part
-        self._bytes_before = part.held_bytes
+        self._bytes_before = part.size_bytes
         tag = part.tag
         offset = self._bytes_before if tag is not None or self._sha256 else 0
         headers = {"accept-encoding": "identity"}
@@ -191,7 +191,7 @@ class DownloadAttempts(Attempts):
         return announced
 
     async def _append(self, response: StreamedResponse, offset: int, total: int | None) -> int:
-        """Write the body behind what is held; return how much is held then."""
+        """Append the body to the part; return how many bytes it has then."""
         part, progress = self.part, self._progress
         with _disk(part.path):
             file = part.path.open("ab")

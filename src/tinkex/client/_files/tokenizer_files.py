@@ -16,7 +16,7 @@ from tinkex.wire import endpoints
 
 
 def tokenizer_of_model(session: Session, info: GetInfoResponse) -> Any:
-    """The tokenizer that the service names for a model being trained."""
+    """Return the tokenizer that the service names for a model being trained."""
     name = info.model_data.model_name or info.model_name or ""
     return _load(session, tokenizer_id(name, info.model_data.tokenizer_id))
 

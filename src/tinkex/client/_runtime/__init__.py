@@ -1,1 +1,19 @@
-"""What every client object runs on: the loop thread, sessions, operations, their order and their records."""
+"""What every client runs on: the loop thread, the link to a service, operations, sessions, queues.
+
+    fork               per-process state: threads, fork and exit in one place; ProcessRegistry
+    loop               LoopThread, Mailbox: one event loop in one daemon thread
+    worker_threads     in_thread: runs a user's function beside the loop
+    operation          Operation: the state of one call in flight
+    operation_runner   OperationRunner: begins, ends and reports operations, settles their futures
+    reachability       Reachability: when the service last responded
+    auth               Auth: the API key or its short-lived token
+    stats, tracing     counters, OpenTelemetry spans
+    link               ServiceLink: the state that all clients of one service share
+    pump               Pump: one operation that brings many values
+    session            Session: opened on first use, kept alive by heartbeats
+    telemetry          Telemetry: failures reported to the service
+    operation_queue    OperationQueue: the order of a training client's operations
+    base_client        BaseClient: what all clients share
+
+Private to tinkex.client.
+"""

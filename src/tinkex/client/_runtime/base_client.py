@@ -27,7 +27,7 @@ CONSOLE = "https://tinker.thinkingmachines.ai"
 
 
 def warn_of_retry_config(retry_config: Any) -> None:
-    """The official package's per-sampler retry settings: taken, so that programs run, but there is one retry layer."""
+    """Accept the official package's per-sampler retry settings, so that programs run, and say that they are ignored."""
     if retry_config is not None:
         warnings.warn(
             "retry_config is ignored: retries are settled once, by max_retries, unreachable_s and deadline_s of "
@@ -37,7 +37,7 @@ def warn_of_retry_config(retry_config: Any) -> None:
 
 
 class BaseClient:
-    """A client object: light, shares everything heavy through its session."""
+    """The base of all clients: light, shares everything heavy through its session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -49,7 +49,7 @@ class BaseClient:
         return self._session.session_id
 
     def stats(self) -> dict[str, Any]:
-        """Requests, retries, bytes and seconds per operation, over all clients of this service and key."""
+        """Return requests, retries, bytes and seconds per operation, over all clients of this service and key."""
         return self._session.link().stats.snapshot()
 
     def on_queue_state(self, observer: QueueObserver) -> Callable[[], None]:
@@ -84,7 +84,7 @@ class BaseClient:
         return observe
 
     def result(self, timeout: float | None = None) -> Self:
-        """The client itself: programs that treat `create_*` as a future work unchanged."""
+        """Return the client itself: programs that treat `create_*` as a future work unchanged."""
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -140,7 +140,7 @@ class BaseClient:
     def _pickled(self) -> tuple[dict[str, Any], str | None]:
         """Return the service's address and settings; the key stays here, only its fingerprint travels."""
         config = self._session.config
-        place = {
+        address = {
             "base_url": config.base_url,
             "key": _fingerprint(config.api_key),
             "timeout_s": config.timeout_s,
@@ -149,13 +149,13 @@ class BaseClient:
             "deadline_s": config.deadline_s,
             "pools": dict(config.pools),
         }
-        return place, self._session.session_id
+        return address, self._session.session_id
 
     @staticmethod
-    def _session_from(place: dict[str, Any], session_id: str | None) -> Session:
-        place = dict(place)
-        fingerprint = place.pop("key", None)
-        config = settings.resolve(**place)
+    def _session_from(address: dict[str, Any], session_id: str | None) -> Session:
+        address = dict(address)
+        fingerprint = address.pop("key", None)
+        config = settings.resolve(**address)
         if fingerprint not in (None, _fingerprint(config.api_key)):
             raise ConfigError(
                 "This client was pickled with another API key than the one set here. Keys do not travel in pickles: "
@@ -169,9 +169,9 @@ class BaseClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ending = self._session.close(*_outcome(error))
-        # A goodbye that fails must not hide what went wrong inside.
-        if (failure := ending.exception()) is not None and kind is None:
+        closing = self._session.close(*_outcome(error))
+        # A failing goodbye must not hide the error of the `with` block.
+        if (failure := closing.exception()) is not None and kind is None:
             raise failure
 
     async def __aenter__(self) -> Self:
@@ -180,16 +180,16 @@ class BaseClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ending = self._session.close(*_outcome(error))
+        closing = self._session.close(*_outcome(error))
         try:
-            await ending
+            await closing
         except TinkexError:
             if kind is None:
                 raise
 
 
 def _outcome(error: BaseException | None) -> tuple[str, str | None]:
-    """How a `with` block ended, in the service's words."""
+    """Return how a `with` block ended, in the service's words."""
     if error is None:
         return "success", None
     is_stopped = isinstance(error, (KeyboardInterrupt, SystemExit, asyncio.CancelledError))

@@ -51,7 +51,7 @@ class ServiceLink:
         self.is_proto_proven = False
         """Whether the service has taken a protobuf body; until then a rejection may mean it cannot read them."""
         self.context_lengths: dict[str, int] = {}
-        """Model name → tokens, once the service has told."""
+        """Model name → longest context in tokens, once the service has said so."""
         self._idempotency_prefix = f"tinkex-{uuid.uuid4().hex}"
         self._idempotency_numbers = itertools.count()
         self.base_headers = {

@@ -1,6 +1,6 @@
 """One event loop in one daemon thread per process: all I/O of the SDK runs there. A forked child gets a new one.
 
-Work crosses threads through a `Mailbox`, which wakes the loop once for many letters: 10,000 submissions from another
+Work crosses threads through a `Mailbox`, which wakes the loop once for many calls: 10,000 submissions from another
 thread cost one wake-up, not 10,000 writes to a socket.
 """
 
@@ -30,12 +30,12 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         # Mailboxes live in a weak-keyed map by loop: a strong reference here would keep every loop alive for ever.
         self._loop = weakref.ref(loop)
-        self._letters: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._is_woken = False
 
     def post(self, fn: Callable[..., object], *args: Any) -> bool:
         """Run `fn(*args)` on the loop soon. False when the loop is gone."""
-        self._letters.append((fn, args))
+        self._calls.append((fn, args))
         if self._is_woken:
             return True
         loop = self._loop()
@@ -47,19 +47,19 @@ class Mailbox:
         except RuntimeError:
             pass  # the loop was closed
         except BaseException:
-            self._is_woken = False  # Ctrl-C before the loop heard: the next letter must wake it
+            self._is_woken = False  # Ctrl-C before the loop was woken: the next call must wake it
             raise
-        # Nobody is left to care; undelivered letters would keep the loop alive for ever.
-        self._letters.clear()
+        # Calls that cannot be delivered would keep the loop alive for ever.
+        self._calls.clear()
         self._is_woken = False
         return False
 
     def _deliver(self) -> None:
-        # Cleared before reading: a letter that arrives now either is seen below or wakes the loop again.
+        # Cleared before reading: a call that is posted now either is seen below or wakes the loop again.
         self._is_woken = False
-        letters = self._letters
-        while letters:
-            fn, args = letters.popleft()
+        calls = self._calls
+        while calls:
+            fn, args = calls.popleft()
             try:
                 fn(*args)
             except Exception:
@@ -71,21 +71,21 @@ _mailboxes_lock = threading.Lock()
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
-    """The mailbox of any running loop, the user's included."""
+    """Return the mailbox of any running loop, the user's included."""
     with _mailboxes_lock:
         box = _mailboxes.get(loop)
         if box is None:
-            # A loop that was closed before its letters were delivered is held by them.
-            for closed in [kept for kept in _mailboxes if kept.is_closed()]:
+            # A loop that was closed before its calls were delivered is kept alive by them.
+            for closed in [each for each in _mailboxes if each.is_closed()]:
                 del _mailboxes[closed]
             box = _mailboxes[loop] = Mailbox(loop)
         return box
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """The standard library's own loop, whatever policy the program has set: a uvloop policy is about the user's loops.
+    """Return a loop of the standard library, whatever policy the program has set: that is about the user's loops.
 
-    Other loops lack what `_dial` uses and do not survive a fork.
+    Other loops (uvloop) lack what `_http/dial.py` uses and do not survive a fork.
     """
     if sys.platform == "win32":
         return asyncio.ProactorEventLoop()
@@ -93,7 +93,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 class LoopThread:
-    """The SDK's own loop."""
+    """The SDK's own event loop, in a daemon thread."""
 
     def __init__(self) -> None:
         self.loop = _new_loop()
@@ -101,7 +101,7 @@ class LoopThread:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._goodbyes: dict[int, Callable[[], Coroutine[Any, Any, None]]] = {}
         self.is_stopped = False
-        """Nothing that is still open will ever end."""
+        """No operation that is still open will ever end."""
         self._thread = threading.Thread(target=self._run, name="tinkex-loop", daemon=True)
         self._thread.start()
 
@@ -111,9 +111,9 @@ class LoopThread:
             try:
                 self.loop.run_forever()
                 return
-            except (SystemExit, KeyboardInterrupt) as problem:
-                # From a callback of the user's. It would end this thread, not the program, and hang every other caller.
-                log.error("A callback on the SDK's loop raised %r: it cannot end the program from there.", problem)
+            except (SystemExit, KeyboardInterrupt) as error:
+                # From a user's callback. It would end this thread, not the program, and every other caller would hang.
+                log.error("A callback on the SDK's loop raised %r: it cannot end the program from there.", error)
 
     @property
     def is_current(self) -> bool:
@@ -124,8 +124,8 @@ class LoopThread:
         self._mailbox.post(fn, *args)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task from any thread, one turn of the loop later: one that was only just spawned must have begun, or
-        it could not clean up after itself."""
+        """Cancel a task from any thread, one turn of the loop later: a task that was only just spawned must have begun,
+        or it could not clean up after itself."""
         self.post(self.loop.call_soon, task.cancel)
 
     def spawn(
@@ -133,7 +133,7 @@ class LoopThread:
     ) -> asyncio.Task[Any]:
         """Start a task and own it until it ends. Loop thread only.
 
-        Without a context it gets an empty one: what serves everybody must not carry the trace of whoever came first.
+        Without a context it gets an empty one: work for all callers must not carry the trace of the first of them.
         """
         task = self.loop.create_task(coroutine, context=contextvars.Context() if context is None else context)
         self._tasks.add(task)
@@ -142,18 +142,18 @@ class LoopThread:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("A background task died", exc_info=problem)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("A background task died", exc_info=error)
 
     def at_exit(self, owner: int, goodbye: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        """Register (or with None withdraw) what to say before the interpreter ends; all together get EXIT_WAIT_S."""
+        """Register (or with None withdraw) what to do before the interpreter ends; all together get EXIT_WAIT_S."""
         if goodbye is None:
             self._goodbyes.pop(owner, None)
         else:
             self._goodbyes[owner] = goodbye
 
     def stop(self) -> None:
-        """Say goodbye, cancel what runs, end the thread: bounded, whatever the service does."""
+        """Run the goodbyes, cancel what runs, end the thread: bounded, whatever the service does."""
         if not self._thread.is_alive():
             return
         done = threading.Event()
@@ -182,7 +182,7 @@ _lock = threading.Lock()
 
 
 def loop_thread() -> LoopThread:
-    """The process's loop thread, started on first use."""
+    """Return the process's loop thread, started on first use."""
     global _current
     if _current is None:
         with _lock:
@@ -192,12 +192,12 @@ def loop_thread() -> LoopThread:
 
 
 def on_own_loop() -> bool:
-    """Whether this is the loop thread: blocking here would wait for ourselves."""
+    """Return whether this is the loop thread: blocking here would wait for ourselves."""
     return _current is not None and _current.is_current
 
 
 def has_stopped() -> bool:
-    """Whether the interpreter is ending and the loop with it: who waits now would wait for ever."""
+    """Return whether the interpreter is ending and the loop with it: waiting now would never end."""
     return _current is not None and _current.is_stopped
 
 
@@ -205,7 +205,7 @@ def _forget() -> None:
     global _current, _lock, _mailboxes_lock
     if _current is not None:
         # The parent's loop shares its epoll with us. Closing or collecting it here would unregister the parent's own
-        # wake-up, and run the clean-up of its tasks, so it is kept for good and counts as closed.
+        # wake-up, and run the clean-up of its tasks, so it is never freed and counts as closed.
         _parked.append(_current)
         _current.loop._closed = True  # type: ignore[attr-defined]
     _current = None

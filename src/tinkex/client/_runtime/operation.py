@@ -43,7 +43,7 @@ class FutureStatus(NamedTuple):
 
 
 class Operation:
-    """One call of the user's, from the moment it was made. Written on the loop thread, read anywhere."""
+    """One call of the user, from the moment it is made to its end. Written on the loop thread, read anywhere."""
 
     __slots__ = (
         "accepted_at", "attempts", "created_at", "fetch_s", "future", "kind", "last_error", "last_response_at",

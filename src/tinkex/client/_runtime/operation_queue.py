@@ -149,7 +149,7 @@ class OperationQueue:
             self._unseen.append(future)
 
     def _report_unseen(self) -> None:
-        """Log at the next call what failed without anybody looking: the usual cause of 'it hangs later' reports."""
+        """Log at the next call which futures failed unread: the usual cause of 'it hangs later' reports."""
         while True:
             try:
                 future = self._unseen.popleft()

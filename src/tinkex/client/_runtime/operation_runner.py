@@ -64,7 +64,7 @@ class OperationRunner:
         context: contextvars.Context,
         deadline_s: float | None = None,
     ) -> None:
-        """Run an operation in a task of its own, in the given context. Loop thread."""
+        """Run an operation in its own task, in this context. Loop thread."""
         limit_s = self._deadline_s if deadline_s is None else deadline_s
         task = self._loop.spawn(self._drive(operation, future, work, limit_s), context)
         future.add_done_callback(lambda done: self._loop.cancel(task) if done.cancelled() else None)
@@ -87,10 +87,10 @@ class OperationRunner:
             error = ClosedError(f"{operation.name} was still open when the client stopped.")
         except Exception as caught:
             error = caught
-        except (SystemExit, KeyboardInterrupt) as caught:  # from a callback of the user's: it would end the loop
+        except (SystemExit, KeyboardInterrupt) as caught:  # from a user's callback: it would end the loop
             error = TinkexError(f"{operation.name}: a callback raised {caught!r} on the SDK's loop.")
         try:
-            self._end(operation, error)  # before the future is settled: whoever reads it finds the final status
+            self._end(operation, error)  # before the future is settled: its reader finds the final status
         finally:
             try:
                 if error is None:
@@ -101,7 +101,7 @@ class OperationRunner:
                 log.error("A callback of %s raised %r: it cannot end the program from there.", operation.name, caught)
 
     def announce(self, operation: Operation) -> None:
-        """Emit the `start` event: what a client was told to do, before any of it is on its way."""
+        """Emit the `start` event: what a client was asked to do, before any of it is sent."""
         if events.wanted("start"):
             started = events.StartEvent(
                 operation.kind, operation.model_id, operation.number, operation.usage, operation.session_id

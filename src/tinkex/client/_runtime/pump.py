@@ -15,7 +15,7 @@ from tinkex.errors import WrongThread
 
 T = TypeVar("T")
 Receive = Callable[[Callable[[T], None]], Coroutine[Any, Any, object]]
-"""Receives values until there are no more, and hands each to the function it is given. Runs on the loop thread."""
+"""Receives values until there are no more, and calls the function it gets with each. Runs on the loop thread."""
 LOOK_S = 0.1
 """How soon Ctrl-C is noticed where a wait for a queue cannot be interrupted (Windows)."""
 

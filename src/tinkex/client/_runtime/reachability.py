@@ -24,7 +24,7 @@ class Reachability:
         self._warned_of_silence_since: float | None = None
 
     def silent_s(self, operation: Operation) -> float:
-        """Return how long the service has given nothing but faults, as seen by this operation.
+        """Return how long the service has returned nothing but faults, as seen by this operation.
 
         Counted from before its own first attempt: what queued behind a dead service need not find out again.
         """
@@ -40,4 +40,4 @@ class Reachability:
             return
         self._warned_of_silence_since = self.last_heard_at
         reason = str(error).rstrip(".")
-        log.warning("No answer from %s (%s). Trying on; `tinkex doctor` finds out why.", self._base_url, reason)
+        log.warning("No response from %s (%s). Still trying; `tinkex doctor` finds out why.", self._base_url, reason)

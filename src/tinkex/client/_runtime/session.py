@@ -34,11 +34,11 @@ HEARTBEAT_TIMEOUT_S = 10.0
 WARN_AFTER_S = 120.0
 FINISH = ("success", "errored", "interrupted")
 FINISH_S = 10.0
-"""How long the goodbye may take: a service that does not answer must not hold up the end of a program."""
+"""How long the goodbye may take: a service that does not respond must not hold up the end of a program."""
 
 
 class _Core:
-    """The part of a session that background work may hold on to."""
+    """The part of a session that background work may reference without keeping the session alive."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -60,7 +60,7 @@ class _Core:
 
 
 class Session:
-    """Shared by the clients that one `ServiceClient` made. Opening it needs no call: `id()` does it once for all."""
+    """Shared by the clients of one `ServiceClient`. Opened by the first operation that needs its `id()`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Session:
         self._core = self._new_core(attach_to)
 
     def _new_core(self, attach_to: str | None = None) -> _Core:
-        """`attach_to`: a session that another process opened (an unpickled client); it is kept alive, not made."""
+        """`attach_to`: a session that another process opened (an unpickled client); it is kept alive, not created."""
         core = _Core(self.config)
         core.session_id = attach_to
         # No strong reference from the finalizer to self, and none at interpreter exit: the loop ends by itself there.
@@ -167,7 +167,7 @@ class Session:
             core.telemetry = Telemetry(link, session_id)
 
     def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
-        """Tell the service that the session is over and stop all background work. Closing twice is harmless."""
+        """Tell the service that the session is over, and stop all background work. Closing twice is harmless."""
         if status not in FINISH:
             raise ValidationError(f"close(status={status!r}): use one of {', '.join(FINISH)}.")
         core = self._core
@@ -187,7 +187,7 @@ async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: 
             try:
                 await call(link, endpoints.FINISH_SESSION, body, operation=operation, path=path, max_attempts=3)
             except NotFoundError:
-                pass  # services from before 0.28 have no such call: nothing to tell them
+                pass  # services from before 0.28 have no such call
         if core.telemetry is not None:
             await core.telemetry.finish()
     finally:
@@ -196,7 +196,7 @@ async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: 
 
 
 async def _beat(core: _Core, link: ServiceLink) -> None:
-    """A heartbeat every 10 s on its own pool, never retried: the next one is the retry."""
+    """Send a heartbeat every 10 s on its own pool, never retried: the next one is the retry."""
     clock = link.clock
     last_ok = clock.now()
     has_warned = False

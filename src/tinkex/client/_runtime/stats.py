@@ -1,4 +1,4 @@
-"""Counters behind `client.stats()`: what was sent, retried, waited for. Plain numbers, no history."""
+"""The counters behind `client.stats()`: requests, retries, bytes, seconds. Plain numbers, no history."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tinkex.events import StepEvent
 
 
 class Stats:
-    """Sums over the life of a connection. Written on the loop thread, read as a snapshot."""
+    """Sums over the life of a link. Written on the loop thread, read as a snapshot."""
 
     def __init__(self) -> None:
         self.requests = 0

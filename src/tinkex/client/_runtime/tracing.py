@@ -1,4 +1,5 @@
-"""OpenTelemetry: a span for each operation and `traceparent` on its requests, where the program has set that up.
+"""OpenTelemetry: opens a span for each operation and adds `traceparent` to its requests, where the program has set
+that up.
 
 Nothing is imported that the program has not imported itself. Without a tracer provider of the program's own, each
 function here costs less than a microsecond. Only `traceparent` and `tracestate` are sent: baggage is the program's
@@ -38,7 +39,7 @@ def begin(operation: Operation, service: str) -> None:
 
     try:
         known = {"server.address": service, "tinkex.model_id": operation.model_id, "tinkex.seq_id": operation.seq_id}
-        span = tracer.start_span(operation.kind, kind=trace.SpanKind.CLIENT, attributes=_given(known))
+        span = tracer.start_span(operation.kind, kind=trace.SpanKind.CLIENT, attributes=_without_blanks(known))
         context.attach(trace.set_span_in_context(span))
         _current.set(span)
         operation.span = span
@@ -60,7 +61,7 @@ def end(operation: Operation, step: StepEvent) -> None:
         "compute_s": step.compute_s, "fetch_s": step.fetch_s,
     }  # fmt: skip
     try:
-        span.set_attributes(_given({f"tinkex.{name}": value for name, value in known.items()}))
+        span.set_attributes(_without_blanks({f"tinkex.{name}": value for name, value in known.items()}))
         if operation.state == "failed":
             span.set_attribute("error.type", step.error)
             span.set_status(Status(StatusCode.ERROR, redact(operation.last_error or "")))
@@ -81,9 +82,9 @@ def inject(headers: dict[str, str]) -> None:
 
 
 def _tracer() -> Any:
-    """Our tracer, or None where the program has no provider. Asked anew each time: it may be set up at any moment."""
+    """Return our tracer, or None where the program has no provider. Looked up each time: it may change."""
     global _latest
-    # Libraries import the bare API for ends of their own; that alone means nothing.
+    # Libraries import the bare API for their own purposes; that alone means nothing.
     find = getattr(sys.modules.get("opentelemetry.trace"), "get_tracer_provider", None)
     if find is None:
         return None
@@ -96,5 +97,5 @@ def _tracer() -> Any:
     return _latest[1]
 
 
-def _given(known: dict[str, Any]) -> dict[str, Any]:
+def _without_blanks(known: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value is not None and value != ""}

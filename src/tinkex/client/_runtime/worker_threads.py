@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def in_thread(fn: Callable[[], T], name: str) -> T:
-    """`fn()` on a thread of its own, in the context of the awaiting task."""
+    """Run `fn()` on a new thread, in the context of the awaiting task, and return its result."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -26,8 +26,8 @@ async def in_thread(fn: Callable[[], T], name: str) -> T:
     def work() -> None:
         try:
             value = context.run(fn)
-        except BaseException as problem:
-            _post(loop, settle, outcome.set_exception, _bearable(problem))
+        except BaseException as error:
+            _post(loop, settle, outcome.set_exception, _safe_error(error))
         else:
             _post(loop, settle, outcome.set_result, value)
 
@@ -35,12 +35,12 @@ async def in_thread(fn: Callable[[], T], name: str) -> T:
     return await outcome
 
 
-def _bearable(problem: BaseException) -> Exception:
-    """What may be raised on the loop: a SystemExit would end it there, and futures refuse a StopIteration."""
-    if isinstance(problem, Exception) and not isinstance(problem, StopIteration):
-        return problem
-    stand_in = TinkexError(f"The function raised {type(problem).__name__}({str(problem)!r}) in its worker thread.")
-    stand_in.__cause__ = problem
+def _safe_error(error: BaseException) -> Exception:
+    """Return an error that may be raised on the loop: a SystemExit would end it, and futures reject a StopIteration."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    stand_in = TinkexError(f"The function raised {type(error).__name__}({str(error)!r}) in its worker thread.")
+    stand_in.__cause__ = error
     return stand_in
 
 
