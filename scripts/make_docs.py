@@ -23,33 +23,6 @@ SOURCES = ROOT / "src" / "tinkex"
 Error = type[errors.TinkexError]
 MARKS = re.compile(r"(<!-- made by scripts/make_docs.py: do not edit -->\n).*?(<!-- end -->)", re.DOTALL)
 
-SETTINGS = {
-    "base_url": "The service.",
-    "api_key": "The key. A service on this machine needs none.",
-    "credential_cmd": "A command that prints the key; asked where no key is given.",
-    "timeout_s": "Seconds for one HTTP answer. A poll that the service holds open has 60.",
-    "max_retries": "Attempts of one request, the first included.",
-    "unreachable_s": "Seconds without any valid answer after which an operation fails.",
-    "deadline_s": "Seconds an operation may take in all.",
-    "wait_line_s": "Seconds between two lines that say what is being waited for.",
-    "pools": "Connections per kind of traffic. Named ones replace the default, the others stay.",
-    "headers": "Sent with every request. As an argument: `default_headers`.",
-    "telemetry": "Whether the service is told when sessions start, end and fail. Holds no key, header or body.",
-    "proxy": "The proxy for every address, also one on this machine.",
-    "http_proxy": "The proxy for `http` addresses. A service on this machine is reached directly.",
-    "https_proxy": "The proxy for `https` addresses.",
-    "no_proxy": "Hosts, domains, addresses and networks that `http_proxy` and `https_proxy` leave out; `*`: all.",
-    "ca_file": "Certificates to trust, as a PEM file.",
-    "project_id": "The project that new sessions belong to.",
-    "tags": "Tags of new sessions, with commas between them.",
-    "cf_client_id": "Cloudflare Access: sent as `CF-Access-Client-Id`, if the secret is set too.",
-    "cf_client_secret": "Cloudflare Access: sent as `CF-Access-Client-Secret`.",
-    "cache_dir": "Where tokenizers that the service hands out are kept.",
-    "log": "`debug` or `info`: what the loggers `tinkex.*` say. Not a field of `Config`.",
-}
-"""What each setting is for. A setting without a sentence here stops this script."""
-
-
 REMEDIES = {
     "TinkexError": "Catch it to catch everything below.",
     "ConfigError": "Mend the setting that the message names; `tinkex doctor` shows where each came from.",
@@ -100,14 +73,13 @@ MORE_CODES = {
 
 
 def settings_table() -> str:
-    fields = [field.name for field in dataclasses.fields(settings.Config)]
-    names = [*fields, *(name for name in settings.ENVIRONMENT if name not in fields)]
+    fields = {field.name for field in dataclasses.fields(settings.Config)}
     rows = ["| setting | environment | default | what it is |", "|---|---|---|---|"]
-    for name in names:
-        own = [settings.ENVIRONMENT[name]] if name in settings.ENVIRONMENT else []
-        variables = ", ".join(f"`{variable}`" for variable in (*own, *settings.SHARED_ENVIRONMENT.get(name, ())))
-        default = _default(name) if name in fields else ""
-        rows.append(f"| `{name}` | {variables} | {default} | {SETTINGS[name]} |")
+    for row in (*settings.CLIENT, settings.LOG):
+        own = [row.variable] if row.variable else []
+        variables = ", ".join(f"`{variable}`" for variable in (*own, *settings.SHARED_ENVIRONMENT.get(row.name, ())))
+        default = _default(row.name) if row.name in fields else ""
+        rows.append(f"| `{row.name}` | {variables} | {default} | {row.about} |")
     return "\n".join(rows)
 
 

@@ -1,15 +1,22 @@
 """The only reader of the environment and of configuration files. An explicit argument always wins.
 
-`client` settles what a client needs (`Config`), `serve` what a service needs (`ServeConfig`), `places` knows where
-files lie on this machine. Every name stands in a table; `docs/settings.md` is made from them.
+Others import this package only:
+    client    resolves what a client needs (`Config`, table `CLIENT`)
+    serve     resolves what a service needs (`ServeConfig`, table `SERVE`)
+    setting   one row of such a table, and how values are gathered and read
+    folders   where files are on this machine
+
+`docs/settings.md` and the flags of `tinkex serve` are made from the tables.
 """
 
 from __future__ import annotations
 
 from tinkex.settings.client import (
+    CLIENT,
     DEFAULT_BASE_URL,
     ENVIRONMENT,
     KEYLESS,
+    LOG,
     LOOPBACK,
     POOL_SIZES,
     SHARED_ENVIRONMENT,
@@ -20,25 +27,26 @@ from tinkex.settings.client import (
     proxy_for,
     resolve,
     sources,
-    with_overrides,
 )
 from tinkex.settings.serve import (
     KEY_PREFIX,
     SERVE,
     ServeConfig,
-    Setting,
     check_keys,
     is_loopback_host,
     private_environment,
     resolve_serve,
     write_private_file,
 )
+from tinkex.settings.setting import Setting
 
 __all__ = [
+    "CLIENT",
     "DEFAULT_BASE_URL",
     "ENVIRONMENT",
     "KEYLESS",
     "KEY_PREFIX",
+    "LOG",
     "LOOPBACK",
     "POOL_SIZES",
     "SERVE",
@@ -56,6 +64,5 @@ __all__ = [
     "resolve",
     "resolve_serve",
     "sources",
-    "with_overrides",
     "write_private_file",
 ]

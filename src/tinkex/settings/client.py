@@ -1,62 +1,27 @@
-"""What a client needs to know. An explicit argument always wins.
+"""Resolves the settings of a client (`Config`). An explicit argument always wins.
 
 Order: argument, environment, file (`tinkex.toml` in the user's configuration folder, or named by TINKEX_CONFIG,
-table `[client]`), what other programs are told by the environment too (proxies, certificates), default. Every name
-stands in one of the tables below; `docs/settings.md` is made from them.
+table `[client]`), what other programs read from the environment too (proxies, certificates), default. All of them are
+in `CLIENT`, from which `docs/settings.md` is made.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.errors import ConfigError
-from tinkex.settings.folders import cache_dir, config_file, config_table
+from tinkex.settings.folders import cache_dir
+from tinkex.settings.setting import Setting, Sourced, as_float, check_names, count, gather, unchanged
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEYLESS = "tml-local"
 """Sent to a service on this machine when no key is set: official servers insist on some key with this prefix."""
-
-ENVIRONMENT = {
-    # The official package's names, read as it reads them.
-    "base_url": "TINKER_BASE_URL",
-    "api_key": "TINKER_API_KEY",
-    "credential_cmd": "TINKER_CREDENTIAL_CMD",
-    "project_id": "TINKER_PROJECT_ID",
-    "tags": "TINKER_TAGS",
-    "telemetry": "TINKER_TELEMETRY",
-    "log": "TINKER_LOG",
-    "cf_client_id": "CLOUDFLARE_ACCESS_CLIENT_ID",
-    "cf_client_secret": "CLOUDFLARE_ACCESS_CLIENT_SECRET",
-    # Ours.
-    "timeout_s": "TINKEX_TIMEOUT_S",
-    "max_retries": "TINKEX_MAX_RETRIES",
-    "unreachable_s": "TINKEX_UNREACHABLE_S",
-    "deadline_s": "TINKEX_DEADLINE_S",
-    "proxy": "TINKEX_PROXY",
-    "ca_file": "TINKEX_CA_FILE",
-    "cache_dir": "TINKEX_CACHE_DIR",
-    "wait_line_s": "TINKEX_WAIT_LINE_S",
-}
-"""Config field → environment variable."""
-
-SHARED_ENVIRONMENT = {
-    "ca_file": ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),  # SSL_CERT_FILE and SSL_CERT_DIR are read by OpenSSL itself
-    "http_proxy": ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"),
-    "https_proxy": ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"),
-    "no_proxy": ("no_proxy", "NO_PROXY"),
-}
-"""Config field → variables that other programs read as well; the first that is set counts.
-
-They were set with no thought of us. So an argument, TINKEX_PROXY, TINKEX_CA_FILE and our file come first, a file of
-certificates that is not there is passed over, and a service on this machine is never reached through a proxy of theirs
-(only through `proxy=` or TINKEX_PROXY, which hold for every address).
-"""
 
 POOL_SIZES = {"session": 4, "train": 16, "sample": 64, "retrieve": 100, "retrieve_samples": 500, "telemetry": 2}
 """HTTP/1.1 connections per kind of traffic; HTTP/2 needs few. A long poll occupies one, so `retrieve` (training) and
@@ -90,7 +55,10 @@ class Config:
     cache_dir: str = ""
 
     def __post_init__(self) -> None:
-        _check(self)
+        for setting in CLIENT:
+            if setting.name in self.__slots__:
+                # A default is right as it is; what a caller passed is brought into shape once, here.
+                object.__setattr__(self, setting.name, setting.value(getattr(self, setting.name), setting.name))
 
     @property
     def key(self) -> tuple[str, str]:
@@ -99,46 +67,33 @@ class Config:
 
 
 def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
-    """Settle a configuration. Arguments that are None count as not given."""
+    """Return the configuration of a client. Arguments that are None count as not given."""
     environ = os.environ if environ is None else environ
-    given = {name: value for name, value in arguments.items() if value is not None}
-    known = {entry.name for entry in fields(Config)}
-    if unknown := sorted(given.keys() - known):
-        raise ConfigError(f"Unknown settings: {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
-    shared = {name: value for name, (value, _) in _from_shared(environ).items()}
-    merged = shared | _file(environ) | _from_environment(environ) | given
+    check_names((name for name, value in arguments.items() if value is not None), Config.__slots__)
+    merged = {name: sourced.value for name, sourced in _gather(environ, arguments).items()}
     command = merged.pop("credential_cmd", None)
-    merged.pop("log", None)
-    merged["base_url"] = normalise_url(merged.get("base_url") or DEFAULT_BASE_URL)
+    merged.setdefault("base_url", DEFAULT_BASE_URL)
     if not merged.get("api_key"):
         merged["api_key"] = _key_from(command) or _stored_key() or _keyless(merged["base_url"])
-    merged["pools"] = {**POOL_SIZES, **merged.get("pools", {})}
     merged.setdefault("cache_dir", str(cache_dir(environ)))
     return Config(**merged)
 
 
+def _gather(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Sourced]:
+    return gather(CLIENT, "client", environ, arguments, _from_shared(environ))
+
+
 def log_level(environ: Mapping[str, str] | None = None) -> str:
     """TINKER_LOG: debug or info; anything else leaves logging alone."""
-    return (os.environ if environ is None else environ).get("TINKER_LOG", "").lower()
+    return (os.environ if environ is None else environ).get(LOG.variable, "").lower()
 
 
 def sources(environ: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, str]:
     """Where `resolve` takes each value from, in words: "argument", a variable, a file, "default"."""
-    environ = os.environ if environ is None else environ
-    table, variables, path = _file(environ), _from_environment(environ), config_file(environ)
-    shared = _from_shared(environ)
-    found = {}
-    for name in (entry.name for entry in fields(Config)):
-        if arguments.get(name) is not None:
-            found[name] = "argument"
-        elif name in variables:
-            found[name] = ENVIRONMENT[name]
-        elif name in table:
-            found[name] = str(path)
-        else:
-            found[name] = shared[name][1] if name in shared else "default"
+    gathered = _gather(os.environ if environ is None else environ, arguments)
+    found = {name: gathered[name].source if name in gathered else "default" for name in Config.__slots__}
     if found["api_key"] == "default":
-        if "credential_cmd" in {**table, **variables}:
+        if "credential_cmd" in gathered:
             found["api_key"] = "TINKER_CREDENTIAL_CMD"
         elif _stored_key():
             found["api_key"] = "the official client's login"
@@ -216,42 +171,8 @@ def _is_within(host: str, network: str) -> bool:
         return False
 
 
-def with_overrides(config: Config, **changes: Any) -> Config:
-    return replace(config, **changes)
-
-
-def _check(config: Config) -> None:
-    for name in ("timeout_s", "unreachable_s", "deadline_s", "wait_line_s"):
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigError(f"{name} must be above 0 seconds, not {value!r}.")
-    if not isinstance(config.max_retries, int) or config.max_retries < 0:
-        raise ConfigError(f"max_retries must be 0 or more, not {config.max_retries!r}.")
-    if config.proxy and not _is_proxy(config.proxy):
-        # Not shown: a password may stand in it.
-        raise ConfigError("Only http:// proxies are supported. Example: proxy=http://proxy.example:3128")
-    for name in ("api_key", "cf_client_id", "cf_client_secret"):
-        value = getattr(config, name) or ""
-        if not (value.isascii() and value.isprintable()):
-            raise ConfigError(f"{name} holds a line break or a character that no key has. Copy it again, whole.")
-    if unknown := sorted(set(config.pools) - set(POOL_SIZES)):
-        raise ConfigError(f"Unknown pools: {', '.join(unknown)}. Known: {', '.join(POOL_SIZES)}.")
-    for name, size in config.pools.items():
-        if size < 1:
-            raise ConfigError(f"Pool {name!r} needs at least one connection, not {size!r}.")
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    found = {}
-    for name, variable in ENVIRONMENT.items():
-        text = environ.get(variable, "").strip()
-        if text:
-            found[name] = _read(name, text, variable)
-    return found
-
-
 def _from_shared(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Config field → (value, variable)."""
+    """Return what other programs' variables say: setting → (text, variable)."""
     found = {}
     for name, variables in SHARED_ENVIRONMENT.items():
         for variable in variables:
@@ -263,35 +184,6 @@ def _from_shared(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
             found[name] = (text, variable)
             break
     return found
-
-
-def _read(name: str, text: str, source: str) -> Any:
-    if name in ("timeout_s", "unreachable_s", "deadline_s", "wait_line_s"):
-        return _number(float, text, source)
-    if name == "max_retries":
-        return _number(int, text, source)
-    if name == "telemetry":
-        return text.lower() in ("1", "true", "yes", "on")
-    if name == "tags":
-        return tuple(tag.strip() for tag in text.split(",") if tag.strip())
-    return text
-
-
-def _number(kind: type, text: str, source: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{source}={text!r} is not a number.") from None
-
-
-def _file(environ: Mapping[str, str]) -> dict[str, Any]:
-    table = config_table(environ, "client")
-    known = {entry.name for entry in fields(Config)} | {"credential_cmd"}
-    if unknown := sorted(table.keys() - known):
-        raise ConfigError(f"{config_file(environ)} has unknown settings in [client]: {', '.join(unknown)}.")
-    if "tags" in table:
-        table["tags"] = tuple(table["tags"])
-    return dict(table)
 
 
 def _key_from(command: str | None) -> str:
@@ -330,3 +222,99 @@ def _keyless(base_url: str) -> str:
         "No API key. Pass api_key=..., or set TINKER_API_KEY. A service on this machine "
         "(base_url=http://127.0.0.1:...) needs none."
     )
+
+
+# -- how values are read ----------------------------------------------------------------------------------------------
+
+
+def _base_url(raw: Any) -> str:
+    return normalise_url(raw or DEFAULT_BASE_URL)
+
+
+def _key(raw: Any) -> str | None:
+    if raw and not (str(raw).isascii() and str(raw).isprintable()):
+        raise ValueError("printable ASCII without a line break, as every key is. Copy it again, whole")
+    return None if raw is None else str(raw)
+
+
+def _above_0(raw: Any) -> float:
+    if not (value := as_float(raw)) > 0:
+        raise ValueError("above 0 seconds")
+    return value
+
+
+def _switch(raw: Any) -> bool:
+    return raw.lower() in ("1", "true", "yes", "on") if isinstance(raw, str) else bool(raw)
+
+
+def _tags(raw: Any) -> tuple[str, ...]:
+    return tuple(tag.strip() for tag in raw.split(",") if tag.strip()) if isinstance(raw, str) else tuple(raw)
+
+
+def _proxy(raw: Any) -> str | None:
+    if raw and not _is_proxy(str(raw)):
+        raise ValueError("an http:// proxy (no other kind is supported), for example http://proxy.example:3128")
+    return None if raw is None else str(raw)
+
+
+def _pools(raw: Any) -> dict[str, int]:
+    if unknown := sorted(set(raw) - set(POOL_SIZES)):
+        raise ConfigError(f"Unknown pools: {', '.join(unknown)}. Known: {', '.join(POOL_SIZES)}.")
+    for name, size in raw.items():
+        if size < 1:
+            raise ConfigError(f"Pool {name!r} needs at least one connection, not {size!r}.")
+    return {**POOL_SIZES, **raw}
+
+
+CLIENT = (
+    Setting("base_url", _base_url, "The service.", environment="TINKER_BASE_URL"),
+    Setting("api_key", _key, "The key. A service on this machine needs none.", "", "", True, "TINKER_API_KEY"),
+    Setting("timeout_s", _above_0, "Seconds for one HTTP answer. A poll that the service holds open has 60."),
+    Setting("max_retries", count(0), "Attempts of one request, the first included."),
+    Setting("unreachable_s", _above_0, "Seconds without any valid answer after which an operation fails."),
+    Setting("deadline_s", _above_0, "Seconds an operation may take in all."),
+    Setting("wait_line_s", _above_0, "Seconds between two lines that say what is being waited for."),
+    Setting("pools", _pools, "Connections per kind of traffic. Named ones replace the default, the others stay.",
+            environment=""),
+    Setting("headers", unchanged, "Sent with every request. As an argument: `default_headers`.", "", "", True, ""),
+    Setting("telemetry", _switch, "Whether the service is told when sessions start, end and fail. Holds no key, header "
+            "or body.", environment="TINKER_TELEMETRY"),
+    Setting("proxy", _proxy, "The proxy for every address, also one on this machine.", is_secret=True),
+    Setting("http_proxy", unchanged, "The proxy for `http` addresses. A service on this machine is reached directly.",
+            "", "", True, ""),
+    Setting("https_proxy", unchanged, "The proxy for `https` addresses.", "", "", True, ""),
+    Setting("no_proxy", unchanged, "Hosts, domains, addresses and networks that `http_proxy` and `https_proxy` leave "
+            "out; `*`: all.", environment=""),
+    Setting("ca_file", unchanged, "Certificates to trust, as a PEM file."),
+    Setting("project_id", unchanged, "The project that new sessions belong to.", environment="TINKER_PROJECT_ID"),
+    Setting("tags", _tags, "Tags of new sessions, with commas between them.", environment="TINKER_TAGS"),
+    Setting("cf_client_id", _key, "Cloudflare Access: sent as `CF-Access-Client-Id`, if the secret is set too.",
+            "", "", True, "CLOUDFLARE_ACCESS_CLIENT_ID"),
+    Setting("cf_client_secret", _key, "Cloudflare Access: sent as `CF-Access-Client-Secret`.",
+            "", "", True, "CLOUDFLARE_ACCESS_CLIENT_SECRET"),
+    Setting("cache_dir", unchanged, "Where tokenizers that the service hands out are kept."),
+    Setting("credential_cmd", unchanged, "A command that prints the key; asked where no key is given.",
+            "", "", True, "TINKER_CREDENTIAL_CMD"),
+)  # fmt: skip
+"""Every setting of a client, in the order of `Config`; the last is no field, but gives one. The TINKER_ variables are
+the official package's names, read as it reads them."""
+
+LOG = Setting("log", unchanged, "`debug` or `info`: what the loggers `tinkex.*` say. Not a field of `Config`.",
+              environment="TINKER_LOG")  # fmt: skip
+"""Read by `log_level` alone: logging is set up before there is a client, and no file says how."""
+
+ENVIRONMENT = {setting.name: setting.variable for setting in (*CLIENT, LOG) if setting.variable}
+"""Setting → environment variable."""
+
+SHARED_ENVIRONMENT = {
+    "ca_file": ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),  # SSL_CERT_FILE and SSL_CERT_DIR are read by OpenSSL itself
+    "http_proxy": ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"),
+    "https_proxy": ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"),
+    "no_proxy": ("no_proxy", "NO_PROXY"),
+}
+"""Setting → variables that other programs read as well; the first that is set counts.
+
+They were set with no thought of us. So an argument, TINKEX_PROXY, TINKEX_CA_FILE and our file come first, a file of
+certificates that is not there is passed over, and a service on this machine is never reached through a proxy of theirs
+(only through `proxy=` or TINKEX_PROXY, which hold for every address).
+"""

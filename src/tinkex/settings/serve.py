@@ -7,14 +7,15 @@ in `SERVE`, from which the command's flags and `docs/settings.md` are made. A wr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tinkex.errors import ConfigError
 from tinkex.settings.client import normalise_url
-from tinkex.settings.folders import cache_dir, config_file, config_table, data_dir
+from tinkex.settings.folders import cache_dir, data_dir
+from tinkex.settings.setting import Setting, check_names, count, gather, names, number, one_of, text
 
 KEY_PREFIX = "tml-"
 """How a key begins: official clients from 0.36 refuse any other."""
@@ -62,56 +63,12 @@ class ServeConfig:
             object.__setattr__(self, "database_url", f"sqlite:///{self.data_dir / 'tinkex.db'}")
 
 
-class Setting(NamedTuple):
-    """One setting: its field, the word of its flag, how a value is read, and what it is for."""
-
-    name: str
-    read: Callable[[Any], Any]
-    """Text or a plain value → the field's value. Raises ValueError with what was expected."""
-    about: str
-    metavar: str = ""
-    word: str = ""
-    is_secret: bool = False
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.key.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return f"TINKEX_{self.key.upper()}"
-
-    @property
-    def key(self) -> str:
-        """The name in the file."""
-        return self.word or self.name
-
-    def value(self, given: Any, source: str) -> Any:
-        try:
-            return self.read(given)
-        except ValueError as problem:
-            shown = "" if self.is_secret else f", not {given!r}"
-            raise ConfigError(f"{source} must be {problem}{shown}.") from None
-
-
 def resolve_serve(environ: Mapping[str, str] | None = None, **arguments: Any) -> ServeConfig:
     """Settle a service's configuration. Arguments that are None count as not given; keys of a file are read."""
     environ = os.environ if environ is None else environ
-    if unknown := sorted(arguments.keys() - {setting.name for setting in SERVE}):
-        known = ", ".join(sorted(setting.name for setting in SERVE))
-        raise ConfigError(f"Unknown settings: {', '.join(unknown)}. Known: {known}.")
-    table = _file(environ)
+    check_names(arguments, [setting.name for setting in SERVE])
     merged: dict[str, Any] = {"data_dir": data_dir(environ), "cache_dir": cache_dir(environ)}
-    for setting in SERVE:
-        if arguments.get(setting.name) is not None:
-            given, source = arguments[setting.name], setting.name
-        elif environ.get(setting.variable, "").strip():
-            given, source = environ[setting.variable].strip(), setting.variable
-        elif setting.key in table:
-            given, source = table[setting.key], f"{config_file(environ)}: {setting.key} in [serve]"
-        else:
-            continue
-        merged[setting.name] = setting.value(given, source)
+    merged |= {name: sourced.value for name, sourced in gather(SERVE, "serve", environ, arguments).items()}
     if merged.get("keys_file"):
         merged["api_keys"] = (*merged.get("api_keys", ()), *_keys_in(merged["keys_file"]))
     return ServeConfig(**merged)
@@ -158,16 +115,6 @@ def is_loopback_host(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def _file(environ: Mapping[str, str]) -> dict[str, Any]:
-    table = dict(config_table(environ, "serve"))
-    for setting in SERVE:  # a list may be called by its plural
-        if setting.key != setting.name and setting.name in table:
-            table[setting.key] = table.pop(setting.name)
-    if unknown := sorted(table.keys() - {setting.key for setting in SERVE}):
-        raise ConfigError(f"{config_file(environ)} has unknown settings in [serve]: {', '.join(unknown)}.")
-    return table
-
-
 def _keys_in(path: Path) -> tuple[str, ...]:
     """One key per line; empty lines and lines that begin with # do not count."""
     try:
@@ -178,30 +125,20 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
         raise ConfigError(f"The keys file {path} holds no key. Write one per line; `tinkex key create` makes some.")
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         if line and not line.startswith("#"):
             try:
                 _keys(line)
             except ValueError as problem:
-                raise ConfigError(f"The keys file {path}, line {number}: must be {problem}.") from None
+                raise ConfigError(f"The keys file {path}, line {line_number}: must be {problem}.") from None
     return tuple(found)
 
 
 # -- how values are read: text from a flag or a variable, or a plain value from the file or a caller -----------------
 
 
-def _words(given: Any) -> tuple[str, ...]:
-    words = given.split(",") if isinstance(given, str) else given
-    if not isinstance(words, Iterable) or isinstance(words, Mapping):
-        raise ValueError("one or more names")
-    found = tuple(dict.fromkeys(word.strip() for word in words if isinstance(word, str) and word.strip()))
-    if not found:
-        raise ValueError("one or more names")
-    return found
-
-
 def _keys(given: Any) -> tuple[str, ...]:
-    keys = _words(given) if given else ()
+    keys = names(given) if given else ()
     for key in keys:
         is_whole = key.isascii() and key.isprintable() and " " not in key and len(key) >= 8
         if not (key.startswith(KEY_PREFIX) and is_whole):
@@ -212,14 +149,8 @@ def _keys(given: Any) -> tuple[str, ...]:
     return keys
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str) or not given.strip():
-        raise ValueError("some text")
-    return given.strip()
-
-
 def _host(given: Any) -> str:
-    host = _text(given)
+    host = text(given)
     if "/" in host or " " in host:
         raise ValueError("a host name or an address, for example 127.0.0.1")
     return host.strip("[]")
@@ -229,7 +160,7 @@ def _url(given: Any) -> str | None:
     if given is None:
         return None
     try:
-        return normalise_url(_text(given))
+        return normalise_url(text(given))
     except ConfigError:
         raise ValueError("an http(s) address, for example https://tinkex.example.org/api") from None
 
@@ -251,66 +182,27 @@ def _path_or_none(given: Any) -> Path | None:
 
 
 def _device(given: Any) -> str:
-    device = _text(given).lower()
+    device = text(given).lower()
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda", "mps") or (number and not (kind == "cuda" and number.isdigit())):
         raise ValueError("auto, cpu, cuda, cuda:N or mps")
     return device
 
 
-def _one_of(*choices: str) -> Callable[[Any], str]:
-    def read(given: Any) -> str:
-        if not isinstance(given, str) or given.strip().lower() not in choices:
-            raise ValueError(f"{', '.join(choices[:-1])} or {choices[-1]}")
-        return given.strip().lower()
-
-    return read
-
-
-def _count(least: int, most: int | None = None) -> Callable[[Any], int]:
-    def read(given: Any) -> int:
-        between = f"from {least}" + (f" to {most}" if most is not None else "")
-        try:
-            count = int(given.replace("_", "") if isinstance(given, str) else given)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"a whole number {between}") from None
-        if isinstance(given, bool) or (isinstance(given, float) and given != count):
-            raise ValueError(f"a whole number {between}")
-        if count < least or (most is not None and count > most):
-            raise ValueError(f"a whole number {between}")
-        return count
-
-    return read
-
-
-def _number(what: str, least: float = 0.0, most: float = float("inf")) -> Callable[[Any], float]:
-    def read(given: Any) -> float:
-        try:
-            number = float(given) if not isinstance(given, bool) else float("nan")
-        except (TypeError, ValueError):
-            number = float("nan")
-        if not least <= number <= most or number == float("inf"):
-            between = f"from {least:g}" + (f" to {most:g}" if most < float("inf") else "")
-            raise ValueError(f"{what} {between}")
-        return number
-
-    return read
-
-
 def _quota(given: Any) -> float | None:
-    return None if given is None else _number("gigabytes", 0.001)(given)
+    return None if given is None else number("gigabytes", 0.001)(given)
 
 
-_seconds = _number("seconds")
+_seconds = number("seconds")
 
 SERVE = (
     Setting(
-        "base_models", _words,
+        "base_models", names,
         "A model to serve: a hub name, a folder, or a built-in (`smollm2-135m`, `tinkex/tiny`). Clients can use these "
         "and no others.", "NAME", "base_model",
     ),
     Setting("host", _host, "The address to listen on. Beyond this machine (0.0.0.0) keys are required.", "HOST"),
-    Setting("port", _count(0, 65535), "The port to listen on; 0 takes any that is free.", "PORT"),
+    Setting("port", count(0, 65535), "The port to listen on; 0 takes any that is free.", "PORT"),
     Setting("public_url", _url, "How clients reach the service if a proxy stands in front, path included.", "URL"),
     Setting("data_dir", _path, "Where runs, checkpoints and the journal are kept. One service per folder.", "FOLDER"),
     Setting("cache_dir", _path, "Where models are kept once fetched.", "FOLDER"),
@@ -327,17 +219,17 @@ SERVE = (
     Setting("keys_file", _path_or_none, "A file with one key per line; lines that begin with # do not count.", "FILE"),
     Setting("device", _device, "Where to compute: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.", "DEVICE"),
     Setting(
-        "dtype", _one_of("float32", "bfloat16", "float16"),
+        "dtype", one_of("float32", "bfloat16", "float16"),
         "The base model's numbers: `float32`, `bfloat16` or `float16`. Adapters are always float32.", "DTYPE",
     ),
     Setting(
-        "decode_weights", _one_of("float32", "bfloat16", "int8"),
+        "decode_weights", one_of("float32", "bfloat16", "int8"),
         "The numbers that samples are drawn with on a CPU: fewer bits are faster and not exact; at the start the "
         "service says by how much. Training and prompts keep the model's own.", "KIND",
     ),
-    Setting("threads", _count(0, 1024), "Threads for the maths; 0: one per core.", "N"),
+    Setting("threads", count(0, 1024), "Threads for the maths; 0: one per core.", "N"),
     Setting(
-        "durability", _one_of("normal", "full"),
+        "durability", one_of("normal", "full"),
         "`normal`: what was accepted survives the death of any process. `full`: also a power cut, at some speed.",
         "HOW",
     ),
@@ -345,22 +237,22 @@ SERVE = (
         "snapshot_every_s", _seconds,
         "Seconds of work on a run after which its state is saved, so that a restart repeats no more than that.", "S",
     ),
-    Setting("max_batch_tokens", _count(16), "Tokens in one pass; more work is cut up. Bounds memory.", "N"),
-    Setting("max_rows", _count(1), "Sequences that are sampled at the same time.", "N"),
-    Setting("max_cache_tokens", _count(16), "Tokens that the sampler keeps at hand for all sequences together.", "N"),
-    Setting("max_queued_samples", _count(1), "Samples that may wait; beyond it clients are told to come again.", "N"),
-    Setting("max_queued_operations", _count(1), "Training operations of one tenant that may wait.", "N"),
-    Setting("max_body_bytes", _count(1024), "The largest request that is read.", "BYTES"),
+    Setting("max_batch_tokens", count(16), "Tokens in one pass; more work is cut up. Bounds memory.", "N"),
+    Setting("max_rows", count(1), "Sequences that are sampled at the same time.", "N"),
+    Setting("max_cache_tokens", count(16), "Tokens that the sampler keeps at hand for all sequences together.", "N"),
+    Setting("max_queued_samples", count(1), "Samples that may wait; beyond it clients are told to come again.", "N"),
+    Setting("max_queued_operations", count(1), "Training operations of one tenant that may wait.", "N"),
+    Setting("max_body_bytes", count(1024), "The largest request that is read.", "BYTES"),
     Setting("quota_gb", _quota, "Gigabytes that the checkpoints of all tenants may take. Not set: what the disk holds.",
             "GB"),
-    Setting("poll_hold_s", _number("seconds", 0, 25), "Seconds that a poll is held open. Clients give up after 45.",
+    Setting("poll_hold_s", number("seconds", 0, 25), "Seconds that a poll is held open. Clients give up after 45.",
             "S"),
     Setting("gap_s", _seconds, "Seconds that a run waits for a missing number before it goes on without.", "S"),
     Setting("idle_session_s", _seconds, "Seconds without a heartbeat after which a run leaves memory (not the disk).",
             "S"),
     Setting("result_ttl_s", _seconds, "Seconds that results of training operations are kept.", "S"),
     Setting("drain_s", _seconds, "Seconds that running work gets to finish when the service is stopped.", "S"),
-    Setting("log_level", _one_of("debug", "info", "warning", "error"), "`debug`, `info`, `warning` or `error`.",
+    Setting("log_level", one_of("debug", "info", "warning", "error"), "`debug`, `info`, `warning` or `error`.",
             "LEVEL"),
 )  # fmt: skip
 """Every setting of a service, in the order of `ServeConfig`."""

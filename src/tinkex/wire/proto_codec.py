@@ -31,7 +31,17 @@ from tinkex.wire.proto_tensor import (
     widened,
     write_tensor,
 )
-from tinkex.wire.proto_writer import Parts, blob, double, integer, message, packed, text
+from tinkex.wire.proto_writer import MAP_VALUE, Parts, blob, double, entry, fields_of, integer, message, packed, text
+
+_REQUEST, _CONFIG, _DATUM = (fields_of(kind) for kind in (pb.ForwardBackwardRequest, pb.LossConfigValue, pb.Datum))
+_CHUNK, _TEXT, _IMAGE, _DMEL = (
+    fields_of(kind) for kind in (pb.Chunk, pb.EncodedTextChunk, pb.ImageChunk, pb.DmelChunk)
+)
+_SPAN, _TOKENS_SPAN = fields_of(pb.ProvenanceSpan), fields_of(pb.PromptProvenanceSpan)
+_OUTPUT, _RECORD, _BATCHED = (fields_of(kind) for kind in (pb.ForwardBackwardOutput, pb.ArrayRecord, pb.BatchedTensor))
+_SAMPLE, _SEQUENCE, _TOPK, _ALTERNATIVES = (
+    fields_of(kind) for kind in (pb.SampleResponse, pb.SampledSequence, pb.TopkLogprobs, pb.PromptAltTokens)
+)
 
 
 def decode_answer(content: bytes, result_type: type[Value], sequence_ids: Sequence[str] = ()) -> Value:
@@ -55,53 +65,60 @@ def encode_forward_backward(
     forward_only: bool = False,
 ) -> bytes:
     """One training pass. Image asset pointers have no place in this message and are refused."""
-    parts: Parts = [text(1, model_id), integer(2, seq_id)]
+    parts: Parts = [text(_REQUEST.model_id, model_id), integer(_REQUEST.seq_id, seq_id)]
     for index, datum in enumerate(data):
-        parts += message(3, _datum(datum, index))
-    parts.append(text(4, loss_fn))
+        parts += message(_REQUEST.data, _datum(datum, index))
+    parts.append(text(_REQUEST.loss_fn, loss_fn))
     config = loss_fn_config or {}
     numbers = {name: float(value) for name, value in config.items() if not isinstance(value, str)}
     # Older services read the map of numbers alone; newer ones prefer the second map, which also holds text.
     for name, value in numbers.items():
-        parts += message(5, [text(1, name, keep_default=True), double(2, value)])
-    parts.append(integer(6, forward_only))
+        parts += entry(_REQUEST.loss_fn_config, name, [double(MAP_VALUE, value)])
+    parts.append(integer(_REQUEST.forward_only, forward_only))
     for name, setting in config.items():
-        value_part = text(2, setting, keep_default=True) if isinstance(setting, str) else double(1, numbers[name])
-        parts += message(7, [text(1, name, keep_default=True), *message(2, [value_part])])
+        if isinstance(setting, str):
+            value_part = text(_CONFIG.text, setting, keep_default=True)
+        else:
+            value_part = double(_CONFIG.number, numbers[name])
+        parts += entry(_REQUEST.loss_fn_config_v2, name, message(MAP_VALUE, [value_part]))
     return b"".join(parts)
 
 
 def _datum(datum: Datum, index: int) -> Parts:
     parts: Parts = []
-    for place, chunk in enumerate(datum.model_input.chunks):
-        parts += message(1, _chunk(chunk, f"data[{index}].model_input.chunks[{place}]"))
+    for position, chunk in enumerate(datum.model_input.chunks):
+        parts += message(_DATUM.model_input, _chunk(chunk, f"data[{index}].model_input.chunks[{position}]"))
     for name, tensor in datum.loss_fn_inputs.items():
-        parts += message(2, [text(1, name, keep_default=True), *message(2, write_tensor(tensor))])
+        parts += entry(_DATUM.loss_fn_inputs, name, message(MAP_VALUE, write_tensor(tensor)))
     for span in datum.model_input_spans or ():
-        parts += message(3, _span(span))
+        parts += message(_DATUM.model_input_spans, _span(span))
     for span in datum.loss_fn_input_spans or ():
-        parts += message(4, _span(span))
+        parts += message(_DATUM.loss_fn_input_spans, _span(span))
     return parts
 
 
-def _chunk(chunk: ModelInputChunk, place: str) -> Parts:
+def _chunk(chunk: ModelInputChunk, where: str) -> Parts:
     if isinstance(chunk, EncodedTextChunk):
-        return message(1, blob(1, chunk.packed()))
+        return message(_CHUNK.encoded_text, blob(_TEXT.tokens, chunk.packed()))
     if isinstance(chunk, ImageChunk):
         room = chunk.expected_tokens if chunk.expected_tokens is not None else chunk.tokens
-        expected = [] if room is None else [integer(3, room, keep_default=True)]
-        return message(2, [*blob(1, chunk.data), text(2, chunk.format), *expected])
+        expected = [] if room is None else [integer(_IMAGE.expected_tokens, room, keep_default=True)]
+        return message(_CHUNK.image, [*blob(_IMAGE.data, chunk.data), text(_IMAGE.format, chunk.format), *expected])
     if isinstance(chunk, DmelChunk):
-        return message(3, blob(1, chunk.dmel))
+        return message(_CHUNK.dmel, blob(_DMEL.dmel, chunk.dmel))
     raise ValidationError(
-        f"{place} is an {type(chunk).__name__}, which this service takes in sampling prompts only. "
+        f"{where} is an {type(chunk).__name__}, which this service takes in sampling prompts only. "
         "For training, load the image and pass ImageChunk(data=..., format=...)."
     )
 
 
 def _span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> Parts:
-    parts: Parts = [text(1, span.sequence_id), integer(2, span.offset), integer(3, span.length)]
-    return message(2 if isinstance(span, SampledProvenanceSpan) else 1, parts)
+    parts: Parts = [
+        text(_TOKENS_SPAN.sequence_id, span.sequence_id),
+        integer(_TOKENS_SPAN.offset, span.offset),
+        integer(_TOKENS_SPAN.length, span.length),
+    ]
+    return message(_SPAN.sampled_tokens if isinstance(span, SampledProvenanceSpan) else _SPAN.prompt_tokens, parts)
 
 
 def decode_forward_backward_request(content: bytes) -> ForwardBackwardRequest | ForwardRequest:
@@ -171,11 +188,11 @@ def _read_spans(spans: Any) -> ProvenanceSpans:
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
     """Each output of all datums lies end to end; where keys, dtypes or row shapes change, a new record begins."""
-    parts: Parts = [text(1, output.loss_fn_output_type)]
+    parts: Parts = [text(_OUTPUT.loss_fn_output_type, output.loss_fn_output_type)]
     for _, run in groupby(output.loss_fn_outputs, key=_layout):
-        parts += message(2, _record(list(run)))
+        parts += message(_OUTPUT.loss_fn_outputs, _record(list(run)))
     for name, value in output.metrics.items():
-        parts += message(3, [text(1, name, keep_default=True), double(2, value)])
+        parts += entry(_OUTPUT.metrics, name, [double(MAP_VALUE, value)])
     return b"".join(parts)
 
 
@@ -194,10 +211,10 @@ def _record(datums: Sequence[Mapping[str, TensorData]]) -> Parts:
             offsets.append(offsets[-1] + tensor.nbytes)
         # One field of many buffers: they are joined only once, in the finished answer.
         data: Parts = [tensor.buffer for tensor in tensors if tensor.nbytes]
-        fields = [*(message(1, data) if data else []), *blob(2, pack_indices(offsets))]
-        fields += [integer(3, DTYPE_NUMBERS[dtype]), packed(4, row_shape)]
-        parts += message(2, [text(1, name, keep_default=True), *message(2, fields)])
-    return [*parts, integer(3, len(datums))]
+        fields = [*(message(_BATCHED.data, data) if data else []), *blob(_BATCHED.offsets, pack_indices(offsets))]
+        fields += [integer(_BATCHED.dtype, DTYPE_NUMBERS[dtype]), packed(_BATCHED.trailing_shape, row_shape)]
+        parts += entry(_RECORD.fields, name, message(MAP_VALUE, fields))
+    return [*parts, integer(_RECORD.num_datums, len(datums))]
 
 
 def decode_forward_backward_output(content: bytes) -> ForwardBackwardOutput:
@@ -243,20 +260,21 @@ def _read_column(field: Any, name: str) -> list[TensorData]:
 def encode_sample_response(response: SampleResponse) -> bytes:
     parts: Parts = []
     for sequence in response.sequences:
-        parts += message(1, _sequence(sequence))
+        parts += message(_SAMPLE.sequences, _sequence(sequence))
     logprobs = getattr(response, "_prompt_logprobs", None)
     if logprobs is None and response.prompt_logprobs is not None:
         logprobs = pack_prompt_logprobs(response.prompt_logprobs)
     if logprobs is not None:
-        parts += blob(2, logprobs, keep_default=True)
+        parts += blob(_SAMPLE.prompt_logprobs, logprobs, keep_default=True)
     if (topk := response.topk_prompt_logprobs_np) is not None:
-        parts += message(3, _topk(topk))
-    parts.append(integer(4, response.prompt_cache_hit_tokens))
+        parts += message(_SAMPLE.topk_prompt_logprobs, _topk(topk))
+    parts.append(integer(_SAMPLE.prompt_cache_hit_tokens, response.prompt_cache_hit_tokens))
     if (targets := response.target_prompt_logprobs) is not None:
-        parts += message(5, write_tensor(targets))
+        parts += message(_SAMPLE.target_prompt_logprobs, write_tensor(targets))
     if (alternatives := response.prompt_alt_tokens) is not None:
-        tokens, values = write_tensor(alternatives.tokens), write_tensor(alternatives.logprobs)
-        parts += message(6, [*message(1, tokens), *message(2, values)])
+        tokens = message(_ALTERNATIVES.tokens, write_tensor(alternatives.tokens))
+        values = message(_ALTERNATIVES.logprobs, write_tensor(alternatives.logprobs))
+        parts += message(_SAMPLE.prompt_alt_tokens, [*tokens, *values])
     return b"".join(parts)
 
 
@@ -267,17 +285,19 @@ def _sequence(sequence: SampledSequence) -> Parts:
     logprobs: Buffer | None = getattr(sequence, "_logprobs", None)
     if logprobs is None and sequence.logprobs is not None:
         logprobs = pack_floats(sequence.logprobs)
-    parts: Parts = [integer(1, is_length), *blob(2, pack_tokens(sequence.tokens) if tokens is None else tokens)]
+    tokens = pack_tokens(sequence.tokens) if tokens is None else tokens
+    parts: Parts = [integer(_SEQUENCE.stop_reason, is_length), *blob(_SEQUENCE.tokens, tokens)]
     if logprobs is not None:
-        parts += blob(3, logprobs, keep_default=True)
+        parts += blob(_SEQUENCE.logprobs, logprobs, keep_default=True)
     if (topk := sequence.topk_logprobs_np) is not None:
-        parts += message(4, _topk(topk))
+        parts += message(_SEQUENCE.topk_sampled_logprobs, _topk(topk))
     return parts
 
 
 def _topk(topk: TopkLogprobs) -> Parts:
     token_ids, logprobs = topk.packed()
-    return [*blob(1, token_ids), *blob(2, logprobs), integer(3, topk.k), integer(4, topk.length)]
+    buffers = [*blob(_TOPK.token_ids, token_ids), *blob(_TOPK.logprobs, logprobs)]
+    return [*buffers, integer(_TOPK.k, topk.k), integer(_TOPK.length, topk.length)]
 
 
 def decode_sample_response(content: bytes, sequence_ids: Sequence[str] = ()) -> SampleResponse:

@@ -11,8 +11,9 @@ from google.protobuf.message import DecodeError
 from tinkex.errors import ValidationError
 from tinkex.types.tensor import TensorData
 from tinkex.wire import tinkex_pb2 as pb
-from tinkex.wire.proto_writer import Parts, blob, integer, message, packed
+from tinkex.wire.proto_writer import Parts, blob, fields_of, integer, message, packed
 
+_TENSOR, _CSR = fields_of(pb.Tensor), fields_of(pb.SparseCsr)
 DTYPE_NUMBERS = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _DTYPES: dict[int, Literal["int64", "float32"]] = {
     pb.DTYPE_FLOAT32: "float32",
@@ -32,11 +33,12 @@ def parse(kind: Any, content: bytes) -> Any:
 
 def write_tensor(tensor: TensorData) -> Parts:
     if tensor.sparse_crow_indices is None:
-        parts = blob(1, tensor.buffer, keep_default=True)
+        parts = blob(_TENSOR.dense, tensor.buffer, keep_default=True)
     else:
         crow, col = pack_indices(tensor.sparse_crow_indices), pack_indices(tensor.sparse_col_indices or [])
-        parts = message(2, [*blob(1, tensor.buffer), *blob(2, crow), *blob(3, col)])
-    return [*parts, integer(3, DTYPE_NUMBERS[tensor.dtype]), packed(4, tensor.shape or ())]
+        values = blob(_CSR.values, tensor.buffer)
+        parts = message(_TENSOR.sparse_csr, [*values, *blob(_CSR.crow_indices, crow), *blob(_CSR.col_indices, col)])
+    return [*parts, integer(_TENSOR.dtype, DTYPE_NUMBERS[tensor.dtype]), packed(_TENSOR.shape, tensor.shape or ())]
 
 
 def read_tensor(tensor: Any) -> TensorData:

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 Part = bytes | memoryview
 Parts = list[Part]
+
+
+def fields_of(kind: Any) -> Any:
+    """Return the numbers of a message's fields by name, as `tinkex.proto` has them: an unknown name raises."""
+    return SimpleNamespace(**{field.name: field.number for field in kind.DESCRIPTOR.fields})
 
 
 def varint(value: int) -> bytes:
@@ -53,6 +60,14 @@ def packed(field: int, values: Iterable[int]) -> bytes:
 def blob(field: int, content: Part, *, keep_default: bool = False) -> Parts:
     """A bytes field; the content is passed on, not copied."""
     return [_SMALL[field << 3 | 2] + varint(len(content)), content] if len(content) or keep_default else []
+
+
+def entry(field: int, key: str, value: Parts) -> Parts:
+    """One entry of a map. In every map the key is field 1 and the value `MAP_VALUE`."""
+    return message(field, [text(1, key, keep_default=True), *value])
+
+
+MAP_VALUE = 2
 
 
 def message(field: int, parts: Parts) -> Parts:

@@ -201,6 +201,6 @@ def test_under_cgi_a_proxy_that_a_visitor_sent_is_not_believed() -> None:
 
 @pytest.mark.parametrize("proxy", ["socks5://user:secret@proxy.example", "ftp://user:secret@proxy.example"])
 def test_a_proxy_of_an_unknown_kind_is_refused_without_showing_its_password(proxy: str) -> None:
-    with pytest.raises(tinkex.ConfigError, match="http:// proxies") as caught:
+    with pytest.raises(tinkex.ConfigError, match="http:// proxy") as caught:
         resolve({}, base_url="http://127.0.0.1:1", proxy=proxy)
     assert "secret" not in str(caught.value)
