@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import exists, insert, select, update
+from typing import Any
+
+from sqlalchemy import Select, exists, insert, select, update
 
 from tinkex.errors import ValidationError
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
@@ -65,21 +67,21 @@ class AccessStore(Database):
             rows = connection.execute(query.order_by(audit.c.at.desc(), audit.c.id.desc()).limit(bounded(limit))).all()
         return as_records(AuditEntry, rows)
 
-    def remember(self, tenant: str, key: str, answer: bytes, at: float) -> bytes:
-        """Keep the answer under the key unless one is there; the one that stands is returned."""
+    def remember(self, tenant: str, key: str, response: bytes, at: float) -> bytes:
+        """Store a response under an idempotency key unless there is one, and return the stored one."""
         with self._write() as connection:
-            values = {"tenant": tenant, "key": key, "answer": answer, "at": at}
+            values = {"tenant": tenant, "key": key, "answer": response, "at": at}
             if connection.execute(self._insert_new(remembered_responses), values).rowcount:
-                return answer
-            wanted = select(remembered_responses.c.answer).where(
-                remembered_responses.c.tenant == tenant, remembered_responses.c.key == key
-            )
-            return bytes(connection.execute(wanted).scalar_one())
+                return response
+            return bytes(connection.execute(_remembered(tenant, key)).scalar_one())
 
     def recall(self, tenant: str, key: str) -> bytes | None:
+        """Return the response that was stored under an idempotency key."""
         with self._read() as connection:
-            wanted = select(remembered_responses.c.answer).where(
-                remembered_responses.c.tenant == tenant, remembered_responses.c.key == key
-            )
-            answer = connection.scalar(wanted)
-        return None if answer is None else bytes(answer)
+            response = connection.scalar(_remembered(tenant, key))
+        return None if response is None else bytes(response)
+
+
+def _remembered(tenant: str, key: str) -> Select[Any]:
+    table = remembered_responses
+    return select(table.c.answer).where(table.c.tenant == tenant, table.c.key == key)

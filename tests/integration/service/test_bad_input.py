@@ -184,7 +184,7 @@ CROSS_ENTROPY |= {
 
 
 @pytest.mark.parametrize("case", CROSS_ENTROPY)
-def test_training_data_that_cannot_be_are_refused_by_name(alice: Raw, run: Run, case: str) -> None:
+def test_invalid_training_data_is_rejected_by_field(alice: Raw, run: Run, case: str) -> None:
     data, says = CROSS_ENTROPY[case]
     body = {**batch(), "data": data}
     check_refused(alice, alice.post("forward_backward", run.named(forward_backward_input=body)), says)
@@ -261,7 +261,7 @@ LOSSES: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("case", LOSSES)
-def test_a_loss_that_cannot_be_computed_is_refused_by_name(alice: Raw, run: Run, case: str) -> None:
+def test_a_loss_that_cannot_be_computed_is_rejected_by_name(alice: Raw, run: Run, case: str) -> None:
     body, says = LOSSES[case]
     check_refused(alice, alice.post("forward_backward", run.named(forward_backward_input=body)), says)
     check_no_gradient(run)
@@ -359,7 +359,7 @@ MESSAGES: dict[str, tuple[Send, str]] = {
 
 
 @pytest.mark.parametrize("case", MESSAGES)
-def test_protobuf_that_cannot_be_is_refused_by_name(alice: Raw, run: Run, case: str) -> None:
+def test_invalid_protobuf_is_rejected_by_field(alice: Raw, run: Run, case: str) -> None:
     send, says = MESSAGES[case]
     check_refused(alice, send(run), says)
     check_no_gradient(run)
@@ -392,7 +392,7 @@ UNREADABLE: dict[str, tuple[Send, str]] = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_a_body_that_names_no_run_is_refused(alice: Raw, run: Run, case: str) -> None:
+def test_a_body_without_a_run_is_rejected(alice: Raw, run: Run, case: str) -> None:
     send, says = UNREADABLE[case]
     check_refused(alice, send(run), says)
 
@@ -413,7 +413,7 @@ CALLS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_no_call_finds_a_run_that_is_not_there(alice: Raw, bobs: Run, call: str) -> None:
+def test_an_unknown_run_is_404_for_every_call(alice: Raw, bobs: Run, call: str) -> None:
     bodies = [{"model_id": name, "seq_id": 1, **CALLS[call]} for name in (*NO_RUNS, bobs.id)]
     for body in (*bodies, {"seq_id": 1, **CALLS[call]}):
         answer = check_refused(alice, alice.post(call, body), r"model .* is not known|model_id")
@@ -425,14 +425,14 @@ NUMBERS = [-1, 0, 1.5, "1", "one", 2**31, 2**40, 2**70, True, [], {}, NAN]
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "unload_model"])
-def test_a_number_that_cannot_be_is_refused(alice: Raw, run: Run, call: str) -> None:
+def test_an_invalid_sequence_number_is_rejected(alice: Raw, run: Run, call: str) -> None:
     for number in NUMBERS:
         answer = alice.post(call, {"model_id": run.id, "seq_id": number, **CALLS[call]})
         check_refused(alice, answer, r"seq_id")
 
 
 @pytest.mark.parametrize("number", [0, -1, -(2**31)])
-def test_a_number_that_cannot_be_is_refused_in_protobuf_too(alice: Raw, run: Run, number: int) -> None:
+def test_an_invalid_sequence_number_is_rejected_in_protobuf_too(alice: Raw, run: Run, number: int) -> None:
     check_refused(alice, post_message(alice, message(run, number)), r"seq_id")
 
 
@@ -442,7 +442,7 @@ def test_an_operation_without_a_number_goes_to_the_end(alice: Raw, run: Run) -> 
     run.take()
 
 
-def test_a_number_that_was_used_is_refused_for_another_content(alice: Raw, run: Run) -> None:
+def test_a_used_sequence_number_is_rejected_with_other_content(alice: Raw, run: Run) -> None:
     body = run.named(forward_input=batch())
     first = alice.post("forward", body).json["request_id"]
     assert alice.post("forward", body).json["request_id"] == first
@@ -452,14 +452,14 @@ def test_a_number_that_was_used_is_refused_for_another_content(alice: Raw, run: 
     assert alice.poll(first).json["metrics"]["loss:sum"] == run.first_loss
 
 
-def test_a_number_that_was_refused_may_be_sent_again_in_good_order(alice: Raw, run: Run) -> None:
+def test_a_rejected_sequence_number_may_be_sent_again(alice: Raw, run: Run) -> None:
     body = run.named(forward_input=batch([]))
     check_refused(alice, alice.post("forward", body), "no data")
     check_refused(alice, alice.post("forward", body), "no data")
     assert alice.done("forward", {**body, "forward_input": batch()})["metrics"]["loss:sum"] == run.first_loss
 
 
-def test_a_number_that_comes_too_late_fails_and_says_so(alice: Raw, run: Run) -> None:
+def test_a_sequence_number_that_comes_too_late_fails_with_the_reason(alice: Raw, run: Run) -> None:
     refused = run.named(forward_input=batch([]))
     check_refused(alice, alice.post("forward", refused), "no data")
     check_unharmed(run)
@@ -492,7 +492,7 @@ ADAM: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", ADAM)
-def test_a_step_that_would_ruin_the_weights_is_refused(alice: Raw, run: Run, case: str) -> None:
+def test_an_optimizer_step_that_would_ruin_the_weights_is_rejected(alice: Raw, run: Run, case: str) -> None:
     body, says = ADAM[case]
     check_refused(alice, alice.post("optim_step", run.named(**body)), says)
 
@@ -543,13 +543,13 @@ def wanted(session: str, **changes: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_a_model_that_cannot_be_is_not_made(alice: Raw, session: str, case: str) -> None:
+def test_an_invalid_model_is_not_created(alice: Raw, session: str, case: str) -> None:
     changes, says = MODELS[case]
     check_refused(alice, alice.post("create_model", wanted(session, **changes)), says)
     assert alice.get(f"sessions/{session}").json["training_run_ids"] == []
 
 
-def test_metadata_that_are_no_texts_come_back_as_texts(alice: Raw) -> None:
+def test_metadata_comes_back_as_text(alice: Raw) -> None:
     """Official clients send any values and read nothing but texts."""
     body = wanted(alice.session(), user_metadata={"epoch": 5, "tags": ["a"], "none": None, "text": "x"})
     made = alice.done("create_model", body)["model_id"]
@@ -557,7 +557,7 @@ def test_metadata_that_are_no_texts_come_back_as_texts(alice: Raw) -> None:
     assert kept == {"epoch": "5", "tags": '["a"]', "none": "null", "text": "x"}
 
 
-def test_a_models_number_cannot_be_used_for_another(alice: Raw) -> None:
+def test_a_models_number_cannot_be_reused(alice: Raw) -> None:
     body = wanted(alice.session())
     made = alice.done("create_model", body)["model_id"]
     assert alice.done("create_model", body)["model_id"] == made

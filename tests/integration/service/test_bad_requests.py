@@ -69,19 +69,19 @@ NAMES = [
 
 
 @pytest.mark.parametrize("call", ["save_weights", "save_weights_for_sampler", "save_weights_external"])
-def test_a_name_that_cannot_be_part_of_a_path_is_refused(alice: Raw, run: Run, call: str) -> None:
+def test_a_checkpoint_name_that_is_not_a_path_segment_is_rejected(alice: Raw, run: Run, call: str) -> None:
     for name in (*NAMES, None, 5, [], {"a": 1}, True):
         check_refused(alice, alice.post(call, run.named(path=name)), r"checkpoint.*name")
 
 
 @pytest.mark.parametrize("ttl", [0, -1, 1.5, "1", "soon", 1e99, NAN, INF, True, [], {}, 2**70], ids=str)
-def test_a_time_to_live_that_cannot_be_is_refused(alice: Raw, run: Run, ttl: object) -> None:
+def test_an_invalid_time_to_live_is_rejected_when_saving(alice: Raw, run: Run, ttl: object) -> None:
     check_refused(alice, alice.post("save_weights", run.named(path="x", ttl_seconds=ttl)), r"ttl_seconds")
     path = "training_runs/nobody/checkpoints/weights/x/ttl"
     assert alice.ask("PUT", path, {"ttl_seconds": ttl}).status == 404
 
 
-def test_the_time_to_live_of_what_is_kept_is_checked_too(alice: Raw, run: Run) -> None:
+def test_an_invalid_time_to_live_is_rejected_for_a_saved_checkpoint(alice: Raw, run: Run) -> None:
     saved = run.saved("save_weights", "kept")
     path = f"training_runs/{run.id}/checkpoints/weights/kept/ttl"
     for ttl in (0, -1, 1.5, "soon", 1e99, NAN, True, []):
@@ -89,20 +89,20 @@ def test_the_time_to_live_of_what_is_kept_is_checked_too(alice: Raw, run: Run) -
     check_refused(alice, alice.post("copy_weights", {"source_path": saved, "ttl_seconds": 0}), r"ttl_seconds")
 
 
-def test_a_name_is_not_used_twice_unless_that_is_said(alice: Raw, run: Run) -> None:
+def test_a_name_is_not_reused_without_overwrite(alice: Raw, run: Run) -> None:
     run.saved("save_weights", "twice")
     again = run.named(path="twice", overwrite=False)
     check_refused(alice, alice.post("save_weights", again), r"twice exists already.*overwrite")
 
 
 @pytest.mark.parametrize("metadata", [[1], "x", 5, {"a": "x" * 100_000}], ids=["list", "text", "number", "huge"])
-def test_metadata_that_are_no_object_or_too_large_are_refused(alice: Raw, run: Run, metadata: object) -> None:
+def test_metadata_that_is_no_object_or_too_large_is_rejected(alice: Raw, run: Run, metadata: object) -> None:
     for call in ("save_weights", "save_weights_for_sampler"):
         check_refused(alice, alice.post(call, run.named(path="x", user_metadata=metadata)), r"user_metadata")
     check_refused(alice, alice.post("create_session", {"user_metadata": metadata}), r"user_metadata")
 
 
-def test_encryption_is_refused_by_name(alice: Raw, run: Run) -> None:
+def test_encryption_is_rejected_by_name(alice: Raw, run: Run) -> None:
     body = run.named(path="x", age_encryption_recipients=["age1x"])
     check_refused(alice, alice.post("save_weights_external", body), r"age encryption is not offered")
 
@@ -129,7 +129,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)
-def test_a_path_that_is_none_is_refused(alice: Raw, run: Run, path: object) -> None:
+def test_an_invalid_checkpoint_path_is_rejected(alice: Raw, run: Run, path: object) -> None:
     says = r"path|tinker://"
     check_refused(alice, alice.post("load_weights", run.named(path=path, optimizer=False)), says)
     check_refused(alice, alice.post("weights_info", {"tinker_path": path}), says)
@@ -138,7 +138,7 @@ def test_a_path_that_is_none_is_refused(alice: Raw, run: Run, path: object) -> N
     check_refused(alice, alice.post("load_weights", born), says)
 
 
-def test_weights_that_are_not_there_are_not_loaded(alice: Raw, run: Run, bobs: Run) -> None:
+def test_unknown_weights_are_not_loaded(alice: Raw, run: Run, bobs: Run) -> None:
     theirs = bobs.saved("save_weights", "theirs")
     for path in ("tinker://nobody/weights/x", f"tinker://{run.id}/weights/never", "tinker://../weights/..", theirs):
         says = r"checkpoint .* is not known"
@@ -158,7 +158,7 @@ def test_weights_of_another_shape_are_not_loaded(alice: Raw, run: Run) -> None:
     check_refused(alice, alice.post("load_weights", run.named(path=path, optimizer=False)), r"rank.*8|8.*rank")
 
 
-def test_copies_go_to_places_that_can_be(alice: Raw, bob: Raw, run: Run) -> None:
+def test_a_copy_needs_a_valid_destination(alice: Raw, bob: Raw, run: Run) -> None:
     source = run.saved("save_weights", "source")
     for place in ({"session_id": 5}, {"session_id": "s", "model_seq_id": "0"}, {"session_id": "s", "model_seq_id": -1}):
         check_refused(alice, alice.post("copy_weights", {"source_path": source, **place}), r"session_id|model_seq_id")
@@ -181,14 +181,14 @@ ODD_PARTS = [
 
 
 @pytest.mark.parametrize("part", ODD_PARTS, ids=lambda part: part[:12])
-def test_odd_ids_in_an_address_are_unknown_and_no_more(alice: Raw, run: Run, part: str) -> None:
+def test_odd_ids_in_a_url_are_just_not_found(alice: Raw, run: Run, part: str) -> None:
     for row in endpoints.ALL:
         if "{" not in row.path:
             continue
         fill = dict.fromkeys(("session_id", "sampler_id", "checkpoint_id", "tokenizer", "file"), part)
         for run_id in {part, run.id if "{checkpoint_id}" in row.path else part}:
             answer = alice.ask(row.method, row.path.format(run_id=run_id, **fill), b"{}")
-            check_refused(alice, answer, r"not known|no (GET|POST|PUT|DELETE)|does not take")
+            check_refused(alice, answer, r"not known|no (GET|POST|PUT|DELETE)|does not support")
 
 
 # ── Sampling
@@ -284,14 +284,14 @@ def sampler(alice: Raw) -> str:
 
 
 @pytest.mark.parametrize("case", SAMPLES)
-def test_a_sample_that_cannot_be_is_refused_by_name(alice: Raw, sampler: str, case: str) -> None:
+def test_an_invalid_sample_is_rejected_by_field(alice: Raw, sampler: str, case: str) -> None:
     changes, says = SAMPLES[case]
     body = {**GOOD, "sampling_session_id": sampler, **changes}
     check_refused(alice, alice.post("asample", body), says)
     check_refused(alice, alice.post("sample_stream", body), says)
 
 
-def test_a_sample_of_nothing_is_refused(alice: Raw, bobs: Run) -> None:
+def test_a_sample_without_a_model_is_rejected(alice: Raw, bobs: Run) -> None:
     theirs = bobs.saved("save_weights_for_sampler", "shown")
     for source, says in (
         ({}, r"base_model or a model_path"),
@@ -308,14 +308,14 @@ def test_a_sample_of_nothing_is_refused(alice: Raw, bobs: Run) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, "0", 1.5, None, True, 2**40, []], ids=str)
-def test_a_sampler_without_a_number_that_can_be_is_not_opened(alice: Raw, run: Run, number: object) -> None:
+def test_a_sampler_with_an_invalid_number_is_not_created(alice: Raw, run: Run, number: object) -> None:
     body = {"session_id": alice.session(), "sampling_session_seq_id": number, "base_model": "tinkex/tiny"}
     check_refused(alice, alice.post("create_sampling_session", body), r"sampling_session_seq_id")
     ephemeral = run.named(sampling_session_seq_id=number)
     check_refused(alice, alice.post("save_weights_for_sampler", ephemeral), r"sampling_session_seq_id|name")
 
 
-def test_sampling_from_what_was_deleted_is_refused(alice: Raw, run: Run) -> None:
+def test_sampling_from_a_deleted_checkpoint_is_rejected(alice: Raw, run: Run) -> None:
     path = run.saved("save_weights_for_sampler", "brief")
     fresh, looked_at, used = (alice.sampler(model_path=path) for _ in range(3))
     alice.done("asample", {**GOOD, "sampling_session_id": used})
@@ -335,7 +335,7 @@ def test_sampling_from_what_was_deleted_is_refused(alice: Raw, run: Run) -> None
 
 
 @pytest.mark.parametrize("name", [None, 5, "", [], {}, True], ids=str)
-def test_a_poll_without_a_request_is_refused(alice: Raw, name: object) -> None:
+def test_a_poll_without_a_request_id_is_rejected(alice: Raw, name: object) -> None:
     check_refused(alice, alice.post("retrieve_future", {"request_id": name}), r"request_id")
     check_refused(alice, alice.post("retrieve_future", {}), r"request_id")
 
@@ -345,10 +345,10 @@ def test_a_poll_for_an_unknown_request_says_so(alice: Raw, name: str) -> None:
     check_refused(alice, alice.post("retrieve_future", {"request_id": name}), r"request .* is not known")
 
 
-def test_a_poll_for_a_lost_sample_asks_for_it_again(alice: Raw) -> None:
+def test_a_poll_for_a_lost_sample_is_410(alice: Raw) -> None:
     answer = alice.post("retrieve_future", {"request_id": "sample-0"})
     assert (answer.status, answer.json["category"]) == (410, "server")
-    check_told(answer, r"sample-0 .* ask for it again")
+    check_told(answer, r"sample-0 .* request it again")
 
 
 def test_a_poll_for_many_needs_a_sampler(alice: Raw, sampler: str) -> None:
@@ -398,7 +398,7 @@ SESSIONS: dict[str, tuple[str, str, object, str]] = {
 
 
 @pytest.mark.parametrize("case", SESSIONS)
-def test_what_is_asked_of_the_account_is_checked(alice: Raw, case: str) -> None:
+def test_invalid_account_requests_are_rejected(alice: Raw, case: str) -> None:
     method, path, body, says = SESSIONS[case]
     check_refused(alice, alice.ask(method, path, body), says)
 
@@ -432,13 +432,13 @@ BODIES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_a_body_that_cannot_be_read_is_refused(alice: Raw, case: str) -> None:
+def test_a_body_that_cannot_be_decoded_is_rejected(alice: Raw, case: str) -> None:
     content, says = BODIES[case]
     for call in ("forward_backward", "optim_step", "asample", "create_session", "retrieve_future", "telemetry"):
         check_refused(alice, alice.post(call, content), says)
 
 
-def test_a_step_whose_numbers_are_beyond_all_bounds_is_refused(alice: Raw, run: Run) -> None:
+def test_an_optimizer_step_with_huge_numbers_is_rejected(alice: Raw, run: Run) -> None:
     head = json.dumps(run.named())[:-1].encode()
     body = head + b', "adam_params": {"eps": NaN, "learning_rate": ' + b"9" * 400 + b"}}"
     check_refused(alice, alice.post("optim_step", body), r"not JSON.*64-bit")
@@ -458,7 +458,7 @@ ENCODED: dict[str, tuple[bytes, str, str]] = {
 
 
 @pytest.mark.parametrize("case", ENCODED)
-def test_a_compressed_body_that_cannot_be_unfolded_is_refused(alice: Raw, run: Run, case: str) -> None:
+def test_a_body_that_cannot_be_decompressed_is_rejected(alice: Raw, run: Run, case: str) -> None:
     content, encoding, says = ENCODED[case]
     for call in ("forward_backward", "optim_step", "create_session"):
         check_refused(alice, alice.post(call, content, headers={"content-encoding": encoding}), says)
@@ -475,7 +475,7 @@ def test_compressed_bodies_are_read(alice: Raw, run: Run) -> None:
     assert alice.poll(answer.json["request_id"]).json["metrics"]["loss:sum"] == run.first_loss
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(alice: Raw) -> None:
+def test_a_body_that_is_too_large_is_rejected_before_it_is_read(alice: Raw) -> None:
     for call in ("forward_backward", "create_session", "asample"):
         answer = check_refused(alice, alice.post(call, b" " * 1_000_001), r"larger than 1000000 bytes")
         assert answer.status == 413
@@ -498,7 +498,7 @@ def wire(alice: Raw, sent: bytes, *, then_close: bool = True) -> bytes:
             return found if "found" in locals() else b""
 
 
-def test_chunks_without_an_announced_length_count_too(alice: Raw) -> None:
+def test_a_chunked_body_is_limited_too(alice: Raw) -> None:
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
     head = f"POST /api/v1/create_session HTTP/1.1\r\nhost: x\r\nx-api-key: {alice.key}\r\n"
     found = wire(alice, head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunk * 20 + b"0\r\n\r\n")
@@ -521,7 +521,7 @@ BROKEN_HTTP = {
 
 
 @pytest.mark.parametrize("case", BROKEN_HTTP)
-def test_what_is_no_http_is_refused_or_hung_up_on(alice: Raw, case: str) -> None:
+def test_non_http_bytes_are_rejected(alice: Raw, case: str) -> None:
     found = wire(alice, BROKEN_HTTP[case])
     assert found == b"" or b" 40" in found.splitlines()[0], found[:200]
     assert b"Traceback" not in found
@@ -535,7 +535,7 @@ def test_huge_headers_do_no_harm(alice: Raw, size: int) -> None:
     assert status in ([b"200"], [b"400"], [b"431"]) if size < 50_000 else status in ([b"400"], [b"431"], [])
 
 
-def test_an_unknown_address_and_a_wrong_method_say_so(alice: Raw) -> None:
+def test_an_unknown_path_is_404_and_a_wrong_method_405(alice: Raw) -> None:
     for method, path in (
         ("GET", "nothing"),
         ("POST", "nothing"),
@@ -545,10 +545,10 @@ def test_an_unknown_address_and_a_wrong_method_say_so(alice: Raw) -> None:
     ):
         assert check_refused(alice, alice.ask(method, path), r"There is no").status == 404
     for method, path in (("GET", "asample"), ("DELETE", "create_model"), ("POST", "healthz"), ("PATCH", "sessions")):
-        assert check_refused(alice, alice.ask(method, path), r"does not take").status == 405
+        assert check_refused(alice, alice.ask(method, path), r"does not support").status == 405
 
 
-def test_every_call_takes_an_empty_object_without_failing(alice: Raw, run: Run) -> None:
+def test_no_endpoint_fails_on_an_empty_object(alice: Raw, run: Run) -> None:
     """Whatever it makes of it: never a 5xx, never a 409."""
     parts = dict.fromkeys(("session_id", "sampler_id", "run_id", "tokenizer", "file"), "x")
     for row in endpoints.ALL:

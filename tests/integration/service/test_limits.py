@@ -230,4 +230,4 @@ def test_a_stop_with_work_queued_ends_in_time_and_the_work_goes_on_after_the_nex
     assert steps == [float(n) for n in range(1, len(steps) + 1)]
     lost = anna.poll(sample)
     assert lost.status == 410
-    check_told(lost, "ask for it again")
+    check_told(lost, "request it again")

@@ -75,7 +75,10 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         "#/runs/{run}",
         ["proverbs", "Throughput", "Learning rate", "evaluation", "three proverbs", "grad_norm:max"],
     ),
-    "queue": ("#/queue", ["The service is ready.", "local (no keys)", "tinkex/tiny", "Nothing of yours is waiting."]),
+    "queue": (
+        "#/queue",
+        ["The service is ready.", "local (no keys)", "tinkex/tiny", "None of your operations is waiting."],
+    ),
     "checkpoints": ("#/checkpoints", ["first", "second", "for-you", "Training state", "Sampler", "never", "Private"]),
     "playground": ("#/playground", ["Temperature", "Top-p", "Max tokens", "Seed", "Model 1"]),
     "failures": ("#/failures", ["load_weights", "Failed", "Your input", "'tinker://nobody/weights/lost' is not known"]),
@@ -126,7 +129,7 @@ def test_the_browser_itself_refuses_html_made_of_text(page: Browser, stage: Stag
 
 def test_a_run_that_is_not_there_is_said_to_be_so(browser: Browser, stage: Stage) -> None:
     browser.open(f"{stage.url}/#/runs/nobody:train:0")
-    browser.wait_text("There is no such run, or it is not yours.")
+    browser.wait_text("This run does not exist, or it belongs to another tenant.")
     assert any("404" in line for line in browser.complaints())  # what the browser itself logs of the answer
 
 
@@ -453,7 +456,7 @@ def test_the_first_page_teaches_ten_lines_that_work_and_only_their_tenant_sees_i
         page.go(f"{keyed.page}{hidden}")
         page.wait_text(said)
     page.go(f"{keyed.page}{address}")
-    page.wait_text("There is no such run, or it is not yours.")
+    page.wait_text("This run does not exist, or it belongs to another tenant.")
     assert [line for line in page.complaints() if "404" not in line] == []
 
 
@@ -558,4 +561,4 @@ def test_the_queue_tells_what_waits_and_why(page: Browser, stage: Stage) -> None
     for future in waiting:
         future.result(120)
     stage.training.optim_step(tinkex.AdamParams(learning_rate=0.0)).result(60)
-    page.wait_text("Nothing of yours is waiting.")
+    page.wait_text("None of your operations is waiting.")

@@ -31,11 +31,11 @@ def who(served: Served, key: str | None) -> str:
     return str(answer.json["user_urn"]).removeprefix("tml:user:") if answer.status == 200 else str(answer.status)
 
 
-def test_without_keys_everybody_on_this_machine_is_one_tenant(served: Served) -> None:
+def test_without_keys_all_clients_are_the_local_tenant(served: Served) -> None:
     assert {who(served, key) for key in (None, "tml-x", "anything")} == {"local"}
 
 
-def test_a_server_that_others_can_reach_is_closed_even_if_no_key_is_left(serve: Callable[..., Served]) -> None:
+def test_a_server_on_a_public_address_always_needs_a_key(serve: Callable[..., Served]) -> None:
     assert who(serve(host="0.0.0.0"), "tml-x") == "401"
 
 
@@ -74,7 +74,7 @@ def test_health_needs_no_key_and_every_other_call_does(serve: Callable[..., Serv
         assert is_guarded(path)
 
 
-def test_a_prefix_of_a_proxy_does_not_open_a_door() -> None:
+def test_a_proxy_prefix_does_not_bypass_the_key() -> None:
     assert is_guarded(route_path({"path": "/tinkex/api/v1/sessions", "root_path": "/tinkex"}))
     assert route_path({"path": "/tinkexapi/v1/x", "root_path": "/tinkex"}) == "/tinkexapi/v1/x"
 
@@ -159,7 +159,7 @@ def test_whoami_serves_our_client_and_the_official_login(served: Served) -> None
         ({"host": "[::1]:8000"}, 200),
     ],
 )
-def test_without_keys_a_web_page_elsewhere_cannot_use_the_service_through_a_browser(
+def test_without_keys_requests_from_foreign_web_pages_are_rejected(
     served: Served, headers: dict[str, str], status: int
 ) -> None:
     answer = served.ask("GET", "sessions", headers=headers)
@@ -168,7 +168,7 @@ def test_without_keys_a_web_page_elsewhere_cannot_use_the_service_through_a_brow
         assert "tinkex key create" in answer.json["detail"]
 
 
-def test_a_public_name_is_its_own_and_with_keys_any_name_will_do(serve: Callable[..., Served]) -> None:
+def test_the_public_host_is_allowed_without_keys_and_any_host_with_keys(serve: Callable[..., Served]) -> None:
     named = serve(public_url="https://tinker.example/here")
     assert named.ask("GET", "sessions", headers={"host": "tinker.example"}).status == 200
     keyed = serve(api_keys=(ALICE,))

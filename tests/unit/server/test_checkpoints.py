@@ -34,7 +34,7 @@ def test_checkpoints_are_listed_by_run_and_by_user_in_pages(served: Served, rest
     assert page.cursor.total_count == 4
 
 
-def test_old_official_clients_are_not_shown_exports_because_they_refuse_a_list_that_has_one(served: Served) -> None:
+def test_old_official_clients_get_lists_without_exports(served: Served) -> None:
     run = served.training_run()
     served.checkpoint(run, "a")
     served.checkpoint(run, "e", "external_weights")
@@ -71,7 +71,7 @@ def test_deleting_never_leaves_the_data_folder(served: Served) -> None:
     assert (served.config.data_dir / "tinkex.db").exists()
 
 
-def test_a_time_to_live_can_be_set_and_taken_back(served: Served, rest: tinkex.RestClient) -> None:
+def test_a_time_to_live_can_be_set_and_removed(served: Served, rest: tinkex.RestClient) -> None:
     saved = served.checkpoint(served.training_run())
     rest.set_checkpoint_ttl_from_tinker_path(saved.path, 60).result()
     shown = rest.list_user_checkpoints().result().checkpoints[0]
@@ -102,7 +102,7 @@ def test_an_expired_checkpoint_is_gone_at_once(served: Served) -> None:
 
 
 @pytest.mark.parametrize("ttl", [0, -5, 1.5, True, "60", 10**12])
-def test_a_senseless_time_to_live_is_refused(served: Served, ttl: object) -> None:
+def test_an_invalid_time_to_live_is_rejected(served: Served, ttl: object) -> None:
     served.checkpoint(run := served.training_run())
     answer = served.ask("PUT", f"training_runs/{run.id}/checkpoints/weights/0001/ttl", {"ttl_seconds": ttl})
     assert (answer.status, answer.json["code"]) == (400, "bad_ttl")
@@ -145,7 +145,7 @@ def test_others_see_a_checkpoint_only_while_it_is_published_and_never_change_it(
     assert statuses(BOB) == [404, 404, 404]
 
 
-def test_what_belongs_to_others_is_unknown_in_the_same_words(serve: Callable[..., Served]) -> None:
+def test_checkpoints_of_others_are_reported_like_unknown_ones(serve: Callable[..., Served]) -> None:
     served = serve(api_keys=(ALICE, BOB))
     run = served.training_run(tenant=served.run(served.service.access.tenant(ALICE)))
     served.checkpoint(run)
@@ -155,7 +155,7 @@ def test_what_belongs_to_others_is_unknown_in_the_same_words(serve: Callable[...
     assert theirs.content.replace(b"0001", b"9999") == nobodys.content
 
 
-def test_a_copy_outlives_its_source_and_belongs_to_who_made_it(serve: Callable[..., Served]) -> None:
+def test_a_copy_outlives_its_source_and_belongs_to_its_creator(serve: Callable[..., Served]) -> None:
     served = serve(api_keys=(ALICE, BOB))
     alice, bob = (served.run(served.service.access.tenant(key)) for key in (ALICE, BOB))
     source = served.checkpoint(run := served.training_run(tenant=alice), is_public=True, has_optimizer=True)
@@ -185,7 +185,7 @@ def test_a_repeated_copy_is_one_copy(served: Served) -> None:
     assert served.ask("GET", "checkpoints").json["cursor"]["total_count"] == 3
 
 
-def test_a_copy_takes_no_place_that_is_taken(served: Served) -> None:
+def test_a_copy_does_not_replace_an_existing_run(served: Served) -> None:
     run = served.training_run()
     source = served.checkpoint(run)
     served.session("s")
@@ -197,7 +197,7 @@ def test_a_copy_takes_no_place_that_is_taken(served: Served) -> None:
     assert served.ask("POST", "copy_weights", {**body, "model_seq_id": None}).status == 400
 
 
-def test_a_copy_goes_into_the_project_that_was_named(served: Served, rest: tinkex.RestClient) -> None:
+def test_a_copy_is_put_into_the_requested_project(served: Served, rest: tinkex.RestClient) -> None:
     source = served.checkpoint(served.training_run())
     path = rest.copy_weights(source.path, "project-1").result()
     runs = rest.list_training_runs(project_id="project-1").result().training_runs
@@ -208,7 +208,7 @@ def test_a_copy_goes_into_the_project_that_was_named(served: Served, rest: tinke
     assert usage().result().data[0].size_bytes == 2 * source.size_bytes
 
 
-def test_what_was_done_to_checkpoints_stands_in_the_audit_log_of_the_day(served: Served) -> None:
+def test_changes_of_checkpoints_are_in_the_audit_log_of_the_day(served: Served) -> None:
     saved = served.checkpoint(run := served.training_run())
     place = f"training_runs/{run.id}/checkpoints/weights/0001"
     for method, path in (("POST", "/publish"), ("GET", "/archive"), ("DELETE", "")):

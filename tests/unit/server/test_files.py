@@ -48,7 +48,7 @@ def test_an_archive_is_a_tar_of_all_files_with_its_checksum(served: Served, arch
     assert int(answer.headers["content-length"]) == len(answer.content)
 
 
-def test_the_pieces_of_an_archive_make_the_whole(served: Served, archive: str) -> None:
+def test_the_ranges_of_an_archive_make_the_whole(served: Served, archive: str) -> None:
     whole = served.ask("GET", archive).content
     pieces, first = [], 0
     while first < len(whole):
@@ -75,7 +75,7 @@ def test_the_pieces_of_an_archive_make_the_whole(served: Served, archive: str) -
         ("lines=1-2", None),
     ],
 )
-def test_ranges_are_read_as_the_standard_says(asked: str | None, span: tuple[int, int] | None) -> None:
+def test_ranges_are_parsed_as_rfc_9110_says(asked: str | None, span: tuple[int, int] | None) -> None:
     assert parse_range(asked, None, '"t"', 100) == span
 
 
@@ -166,7 +166,7 @@ def test_our_client_downloads_a_checkpoint_of_each_kind(
     }
 
 
-def test_tokenizer_files_of_served_models_are_handed_out_and_nothing_else(served: Served) -> None:
+def test_only_tokenizer_files_of_served_models_can_be_read(served: Served) -> None:
     assert served.ask("GET", "tokenizers/tinkex/tiny/tokenizer.json").content == b'{"version": "1.0"}'
     assert served.ask("GET", "tokenizers/tiny/tokenizer.json").status == 200
     for path in (

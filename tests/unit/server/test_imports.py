@@ -81,7 +81,7 @@ def test_an_imported_adapter_is_a_checkpoint_like_any_other(served: Served, engi
     assert [command["op"] for command in engine.ran] == ["create", "load", "drop"]
 
 
-def test_what_the_engine_cannot_use_is_refused_in_its_words(served: Served, engine: Engine) -> None:
+def test_an_adapter_that_the_engine_rejects_is_rejected_with_its_message(served: Served, engine: Engine) -> None:
     engine.refusal = "The adapter uses DoRA, which tinkex has not."
     answer = served.ask("POST", PLACE, ADAPTER)
     assert (answer.status, answer.json["detail"]) == (400, engine.refusal)
@@ -110,7 +110,7 @@ def _nothing_is_left(served: Served) -> None:
         (tar(adapter_config__json=CONFIG, adapter_model__safetensors=safetensors("embed")), "no LoRA weights"),
     ],
 )
-def test_a_body_that_is_no_adapter_is_refused_and_leaves_nothing(
+def test_a_body_that_is_not_an_adapter_is_rejected_and_leaves_no_file(
     served: Served, engine: Engine, body: bytes, reason: str
 ) -> None:
     answer = served.ask("POST", PLACE, body)
@@ -120,7 +120,7 @@ def test_a_body_that_is_no_adapter_is_refused_and_leaves_nothing(
     _nothing_is_left(served)
 
 
-def test_names_and_links_in_an_archive_lead_nowhere(served: Served, engine: Engine, tmp_path: Path) -> None:
+def test_paths_and_links_in_an_archive_are_ignored(served: Served, engine: Engine, tmp_path: Path) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as opened:
         for name in ("../escaped", "/tmp/escaped-too", "../adapter_config.json", "x/adapter_config.json"):
@@ -146,12 +146,12 @@ def test_names_and_links_in_an_archive_lead_nowhere(served: Served, engine: Engi
         ("base_model=tiny&name=x&ttl_seconds=-1", "bad_ttl"),
     ],
 )
-def test_a_wrong_query_is_told(served: Served, engine: Engine, query: str, code: str) -> None:
+def test_a_wrong_query_of_an_import_is_rejected(served: Served, engine: Engine, query: str, code: str) -> None:
     answer: Answer = served.ask("POST", f"import_weights?{query}", ADAPTER)
     assert (answer.status, answer.json["code"]) == (400, code)
 
 
-def test_an_archive_that_is_too_large_is_refused_before_it_is_read(served: Served, engine: Engine) -> None:
+def test_an_archive_that_is_too_large_is_rejected_before_it_is_read(served: Served, engine: Engine) -> None:
     answer = served.ask("POST", PLACE, b"x", headers={"content-length": str(10**11)})
     assert answer.status == 413
 
@@ -170,14 +170,16 @@ def test_a_file_in_an_archive_that_is_too_large_is_not_unpacked(tmp_path: Path) 
         (["mlp.down_proj"], (False, True, False)),
     ],
 )
-def test_the_layers_of_an_adapter_tell_what_it_trains(tmp_path: Path, names: list[str], flags: Any) -> None:
+def test_the_tensor_names_of_an_adapter_tell_which_layers_it_trains(
+    tmp_path: Path, names: list[str], flags: Any
+) -> None:
     weights = safetensors(*(f"{LAYER}.{name}.lora_A.weight" for name in names))
     (tmp_path / "a.tar").write_bytes(tar(adapter_config__json=CONFIG, adapter_model__safetensors=weights))
     found = unpack(tmp_path / "a.tar", tmp_path / "out")
     assert (found.train_attn, found.train_mlp, found.train_unembed) == flags
 
 
-def test_an_adapter_on_the_unembedding_is_seen(tmp_path: Path) -> None:
+def test_an_adapter_on_the_unembedding_is_recognized(tmp_path: Path) -> None:
     weights = safetensors("base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight")
     (tmp_path / "a.tar").write_bytes(tar(adapter_config__json=CONFIG, adapter_model__safetensors=weights))
     assert unpack(tmp_path / "a.tar", tmp_path / "out").train_unembed

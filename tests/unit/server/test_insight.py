@@ -55,14 +55,14 @@ def test_the_parts_of_one_batch_become_one_step_with_one_loss() -> None:
     assert (second["loss"], second["evaluation_loss"], second["learning_rate"]) == (7.0, 2.0, 2e-4)
 
 
-def test_passes_without_any_step_are_told_when_the_list_is_cut() -> None:
+def test_passes_without_an_optimizer_step_are_reported_when_the_list_is_cut() -> None:
     rows = [row(number, "forward_backward", {"loss:sum": 1.0, "weight:sum": 2.0}) for number in range(1, 4)]
     assert steps_of(rows) == ([], 3)
     steps, open_passes = steps_of(rows, is_cut=True)
     assert [(entry["seq_id"], entry["loss"]) for entry in steps] == [(3, 0.5)] and open_passes == 0
 
 
-def test_gradients_sent_as_weights_are_not_told_as_a_mean_loss() -> None:
+def test_no_mean_loss_is_reported_for_gradients_sent_as_weights() -> None:
     rows = [
         row(1, "forward", {"loss:sum": 0.0, "weight:sum": 0.0}),
         row(2, "forward_backward", {"loss:sum": 3.0, "weight:sum": -1e-7}),

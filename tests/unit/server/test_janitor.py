@@ -41,7 +41,7 @@ def ephemeral(served: Served, run_id: str, number: int = 0) -> SamplerRecord:
     return served.run(served.service.db(served.store.add_sampler, sampler))
 
 
-def test_expired_checkpoints_go_with_their_folders_and_others_stay(served: Served) -> None:
+def test_expired_checkpoints_are_deleted_with_their_folders(served: Served) -> None:
     run = served.training_run()
     gone = served.checkpoint(run, "gone", expires_at=served.clock.wall() + 5)
     kept = served.checkpoint(run, "kept", expires_at=served.clock.wall() + 50)
@@ -71,7 +71,7 @@ def test_results_are_kept_for_a_day(served: Served) -> None:
     assert served.run(served.service.db(served.store.result, "r")) is None
 
 
-def test_runs_of_silent_and_finished_sessions_leave_the_engine(served: Served) -> None:
+def test_runs_of_idle_and_finished_sessions_are_evicted_from_the_engine(served: Served) -> None:
     served.session("busy")
     served.session("silent")
     served.session("done", finished={"reason": {"type": "success"}, "detail": None})
@@ -97,7 +97,7 @@ def test_runs_of_silent_and_finished_sessions_leave_the_engine(served: Served) -
     assert served.worker.evicted == ["done:train:0", "silent:train:0"]
 
 
-def test_ephemeral_samplers_go_with_their_session_and_saved_ones_stay(served: Served) -> None:
+def test_ephemeral_samplers_are_deleted_with_their_session(served: Served) -> None:
     served.session("s")
     served.session("live")
     run = served.training_run("s:train:0")
@@ -119,7 +119,7 @@ def test_ephemeral_samplers_go_with_their_session_and_saved_ones_stay(served: Se
     assert not (served.config.data_dir / str(other.folder)).exists()
 
 
-def test_silence_while_the_service_was_down_is_nobodys_silence(served: Served) -> None:
+def test_no_session_is_idle_because_the_service_was_down(served: Served) -> None:
     served.session("s")
     served.training_run("s:train:0")
     served.worker.held = ["s:train:0"]
@@ -137,7 +137,7 @@ def test_silence_while_the_service_was_down_is_nobodys_silence(served: Served) -
     assert served.worker.evicted == ["s:train:0"]
 
 
-def test_folders_that_no_row_names_go_after_an_hour_and_no_others(served: Served) -> None:
+def test_unreferenced_folders_are_deleted_after_an_hour(served: Served) -> None:
     data = served.config.data_dir
     saved = served.checkpoint(run := served.training_run())
     (data / saved.folder / "inner").mkdir()
@@ -195,7 +195,7 @@ def test_one_failing_step_does_not_stop_the_others(served: Served, caplog: pytes
     assert DISK_PAUSE in served.worker.paused
 
 
-def test_it_ticks_again_and_again(served: Served) -> None:
+def test_the_janitor_runs_periodically(served: Served) -> None:
     ticked = []
 
     def free(folder: Path) -> int:

@@ -62,7 +62,7 @@ def test_requests_are_counted_by_endpoint_status_and_time() -> None:
     assert value(metrics, "tinkex_request_seconds_bucket", endpoint="asample", le="0.0025") == 0
 
 
-def test_only_so_many_tenants_are_named() -> None:
+def test_only_the_first_tenants_get_their_own_label() -> None:
     metrics = Metrics()
     for number in range(MAX_NAMED_TENANTS + 10):
         for _ in range(2):
@@ -137,7 +137,7 @@ def test_the_page_has_the_state_of_the_service(tmp_path: Path, loop: Loop, engin
     service.store.close()
 
 
-def test_the_page_speaks_openmetrics_to_who_asks_for_it(tmp_path: Path, loop: Loop, engine: FakeEngine) -> None:
+def test_the_page_is_openmetrics_on_request(tmp_path: Path, loop: Loop, engine: FakeEngine) -> None:
     service = service_in(tmp_path, loop, engine)
     with loop.serve(make_app(service)) as address:
         _, content_type, content = page(address, accept="application/openmetrics-text; version=1.0.0")
@@ -148,9 +148,7 @@ def test_the_page_speaks_openmetrics_to_who_asks_for_it(tmp_path: Path, loop: Lo
     service.store.close()
 
 
-def test_where_keys_are_in_use_the_page_needs_one_and_shows_none(
-    tmp_path: Path, loop: Loop, engine: FakeEngine
-) -> None:
+def test_with_keys_the_metrics_page_needs_one_and_contains_none(tmp_path: Path, loop: Loop, engine: FakeEngine) -> None:
     service = service_in(tmp_path, loop, engine, (KEY,))
     with loop.serve(make_app(service)) as address:
         assert page(address)[0] == 401
@@ -162,7 +160,7 @@ def test_where_keys_are_in_use_the_page_needs_one_and_shows_none(
     service.store.close()
 
 
-def test_a_key_sees_its_own_tenant_and_of_the_others_only_sums(tmp_path: Path, loop: Loop, engine: FakeEngine) -> None:
+def test_a_tenant_sees_its_own_metrics_and_sums_of_others(tmp_path: Path, loop: Loop, engine: FakeEngine) -> None:
     alice, bob = "tml-alice-0123456789", "tml-bob-0123456789ab"
     service = service_in(tmp_path, loop, engine, keys=(alice, bob))
     names = [loop.call(service.access.tenant(key)) for key in (alice, bob)]

@@ -124,7 +124,7 @@ def text_of(sampled: Sampled, place: int = 0) -> str:
 # ── Which model answers
 
 
-def test_a_base_model_and_its_alias_say_what_the_engine_says(live: Live, client: openai.OpenAI) -> None:
+def test_a_base_model_and_its_alias_return_the_engines_sample(live: Live, client: openai.OpenAI) -> None:
     expected = text_of(live.sample("ab", max_tokens=12, temperature=0.0, stop_tokens=(257,)))
     for model in (TINY, "tiny"):
         got = client.completions.create(model=model, prompt="ab", max_tokens=12, temperature=0)
@@ -162,7 +162,7 @@ def test_a_chat_is_rendered_with_the_models_own_template(live: Live, client: ope
     assert got.usage is not None and got.usage.prompt_tokens == len(prompt)
 
 
-def test_training_weights_are_refused_with_what_to_do(client: openai.OpenAI) -> None:
+def test_training_weights_are_rejected_with_advice(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="save_weights_for_sampler") as caught:
         client.completions.create(model=f"tinker://{RUN}/weights/red", prompt="ab")
     assert caught.value.type == "invalid_request_error"
@@ -331,7 +331,7 @@ def test_scoring_a_prompt_with_one_more_token_lines_up(client: openai.OpenAI) ->
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
-def test_a_streamed_completion_says_what_the_whole_one_says(client: openai.OpenAI, logprobs: int | None) -> None:
+def test_a_streamed_completion_equals_the_whole_one(client: openai.OpenAI, logprobs: int | None) -> None:
     options: dict[str, Any] = {
         "model": TINY, "prompt": ["ab", "xyz"], "n": 2, "max_tokens": 40, "seed": 5, "logprobs": logprobs, "echo": True,
     }  # fmt: skip
@@ -354,7 +354,7 @@ def test_a_streamed_completion_says_what_the_whole_one_says(client: openai.OpenA
         assert tokens[choice.index] == ([] if choice.logprobs is None else choice.logprobs.tokens)
 
 
-def test_a_streamed_chat_says_what_the_whole_one_says(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_equals_the_whole_one(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "model": BLUE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "seed": 5, "logprobs": True,
     }  # fmt: skip
@@ -411,7 +411,7 @@ def test_a_client_that_hangs_up_ends_the_sampling(live: Live, address: str) -> N
     assert ended(live, "cancelled") == before + 1
 
 
-def test_a_full_queue_is_429_with_a_time_to_come_back(live: Live, client: openai.OpenAI) -> None:
+def test_a_full_queue_is_429_with_retry_after(live: Live, client: openai.OpenAI) -> None:
     stream = client.completions.create(**LONG, stream=True)
     next(iter(stream))
     for is_streamed in (False, True):
@@ -426,7 +426,7 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(live: Live, client: openai
 # ── Refusals
 
 
-def test_a_field_that_cannot_be_honoured_is_named_in_the_error(client: openai.OpenAI) -> None:
+def test_an_unsupported_field_is_named_in_the_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="logit_bias") as caught:
         client.chat.completions.create(
             model=TINY, messages=[{"role": "user", "content": "hi"}], logit_bias={"50256": -100}
@@ -435,7 +435,7 @@ def test_a_field_that_cannot_be_honoured_is_named_in_the_error(client: openai.Op
     assert caught.value.type == "invalid_request_error"
 
 
-def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
+def test_a_prompt_beyond_the_context_is_rejected_with_the_lengths(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="2048 tokens; this prompt has 3000") as caught:
         client.completions.create(model=TINY, prompt="x" * 3000)
     assert caught.value.code == "context_length_exceeded"
@@ -445,7 +445,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.
     assert whole.logprobs is not None and len(whole.logprobs.token_logprobs or []) == 2048
 
 
-def test_tools_are_refused_where_the_template_has_no_place_for_them(client: openai.OpenAI) -> None:
+def test_tools_are_rejected_if_the_template_does_not_support_them(client: openai.OpenAI) -> None:
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     with pytest.raises(openai.BadRequestError, match="does not support tools"):
         client.chat.completions.create(model=TINY, messages=[{"role": "user", "content": "hi"}], tools=tools)
@@ -472,7 +472,7 @@ def test_fields_that_change_nothing_are_ignored(client: openai.OpenAI) -> None:
     assert got.choices[0].finish_reason == "length"
 
 
-def test_errors_have_openais_shape_whatever_was_sent(address: str) -> None:
+def test_errors_have_openais_format_whatever_was_sent(address: str) -> None:
     def ask(method: str, path: str, body: bytes = b"", key: str = ALICE) -> tuple[int, Any]:
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
         connection.request(method, path, body, {"authorization": f"Bearer {key}"})
@@ -564,7 +564,7 @@ def test_a_silent_stream_is_kept_alive_with_comments(live: Live, monkeypatch: py
     assert lines[-2] == "data: [DONE]"
 
 
-def test_an_unforeseen_failure_tells_nothing_of_the_inside(live: Live) -> None:
+def test_an_unexpected_failure_reveals_no_internals(live: Live) -> None:
     with scripted(live, [RuntimeError("/secret/path")]) as url, client_of(url) as client:
         for is_streamed in (False, True):
             with pytest.raises(openai.InternalServerError) as caught:

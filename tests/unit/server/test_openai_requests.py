@@ -49,7 +49,7 @@ INFO = ModelInfo(name="m", folder="", vocab_size=263, max_context_length=2048, e
         ("messages", "hi"),
     ],
 )
-def test_a_field_that_cannot_be_honoured_is_refused_by_name(field: str, value: Any) -> None:
+def test_an_unsupported_field_is_rejected_by_name(field: str, value: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], field: value}
     with pytest.raises(BadField) as caught:
         spec_of(read_chat(body).options, INFO, None, [1, 2], 0)
@@ -63,7 +63,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(field: str, value: A
     [("suffix", "end"), ("best_of", 3), ("prompt", []), ("prompt", [1, "a"]), ("prompt", [300]), ("prompt", ""),
      ("prompt", [[1], "a"]), ("prompt", [True]), ("prompt", None), ("prompt", [-1]), ("logprobs", 21), ("echo", 1)],
 )  # fmt: skip
-def test_a_completion_that_cannot_be_is_refused_by_name(field: str, value: Any) -> None:
+def test_an_invalid_completion_is_rejected_by_field(field: str, value: Any) -> None:
     with pytest.raises(BadField) as caught:
         asked = read_completion({"model": "m", "prompt": "ab", field: value})
         for prompt in asked.prompts:
@@ -82,7 +82,7 @@ def test_a_completion_that_cannot_be_is_refused_by_name(field: str, value: Any) 
         ("hi", "messages[0]"),
     ],
 )
-def test_a_message_that_cannot_be_read_is_refused_with_its_place(message: Any, param: str) -> None:
+def test_an_invalid_message_is_rejected_with_its_index(message: Any, param: str) -> None:
     with pytest.raises(BadField) as caught:
         read_messages([message])
     assert caught.value.param == param
@@ -103,19 +103,19 @@ def test_every_setting_reaches_the_engine() -> None:
     assert options.seed == -5
 
 
-def test_null_is_as_good_as_absent() -> None:
+def test_null_means_absent() -> None:
     plain = read_completion({"model": "m", "prompt": "ab"})
     names = ("n", "max_tokens", "temperature", "top_p", "seed", "stop", "logprobs", "echo", "stream", "logit_bias")
     assert read_completion({"model": "m", "prompt": "ab", **dict.fromkeys(names)}) == plain
     assert plain.options.max_tokens == 16 and plain.options.top_logprobs is None
 
 
-def test_top_p_of_zero_keeps_the_likeliest_token_alone() -> None:
+def test_top_p_of_zero_keeps_only_the_likeliest_token() -> None:
     options = read_completion({"model": "m", "prompt": "ab", "top_p": 0}).options
     assert (options.top_p, options.top_k) == (1.0, 1)
 
 
-def test_a_stream_waits_for_values_that_come_last() -> None:
+def test_a_stream_waits_for_logprobs_that_come_with_the_result() -> None:
     def is_streamed(is_echoed: bool, **fields: Any) -> bool:
         options = read_completion({"model": "m", "prompt": "ab", "stream": True, **fields}).options
         return spec_of(options, INFO, None, [1], 0, is_echoed=is_echoed).is_streamed
@@ -124,7 +124,7 @@ def test_a_stream_waits_for_values_that_come_last() -> None:
     assert not is_streamed(False, logprobs=1) and not is_streamed(True, logprobs=0)
 
 
-def test_each_prompt_gets_a_seed_of_its_own_and_always_the_same() -> None:
+def test_each_prompt_gets_its_own_reproducible_seed() -> None:
     assert seeds_of(7, 1) == [7]
     assert seeds_of(7, 5) == seeds_of(7, 5) and len(set(seeds_of(7, 5))) == 5
     assert all(0 <= seed < 2**63 for seed in (*seeds_of(-1, 3), *seeds_of(None, 3)))

@@ -53,7 +53,7 @@ def test_clients_are_told_to_send_chunks_in_order_and_no_losses(served: Served) 
         ("POST", "auth/token", "no tokens"),
     ],
 )
-def test_what_is_not_offered_is_refused_by_name_with_the_reason(
+def test_unsupported_endpoints_are_rejected_with_the_reason(
     served: Served, method: str, path: str, reason: str
 ) -> None:
     answer = served.ask(method, path, {} if method == "POST" else None)
@@ -79,7 +79,7 @@ def test_metadata_comes_back_as_text_because_official_clients_read_nothing_else(
     assert served.ask("GET", f"sessions/{session}").json["user_metadata"] == {"name": "x", "step": "5"}
 
 
-def test_metadata_without_end_is_refused(served: Served) -> None:
+def test_metadata_that_is_too_large_is_rejected(served: Served) -> None:
     answer = served.ask("POST", "create_session", {**OPEN, "user_metadata": {"x": "y" * 100_000}})
     assert (answer.status, answer.json["code"]) == (400, "bad_metadata")
 
@@ -96,7 +96,7 @@ def test_a_heartbeat_keeps_a_session_alive_until_it_is_finished(served: Served) 
     assert served.ask("POST", "session_heartbeat", {"session_id": session}).status == 410
 
 
-def test_the_first_word_on_how_a_session_ended_counts(served: Served, rest: tinkex.RestClient) -> None:
+def test_the_first_report_of_how_a_session_ended_counts(served: Served, rest: tinkex.RestClient) -> None:
     session = served.ask("POST", "create_session", OPEN).json["session_id"]
     for kind in ("interrupted", "success"):
         assert (
@@ -108,7 +108,7 @@ def test_the_first_word_on_how_a_session_ended_counts(served: Served, rest: tink
     assert status.reason.type == "interrupted"
 
 
-def test_an_unknown_session_and_a_wrong_reason_are_told(served: Served) -> None:
+def test_an_unknown_session_and_a_wrong_reason_are_rejected(served: Served) -> None:
     session = served.ask("POST", "create_session", OPEN).json["session_id"]
     assert served.ask("POST", "session_heartbeat", {"session_id": "nobody"}).status == 404
     assert served.ask("POST", "session_heartbeat", {"session_id": 5}).status == 400
@@ -122,7 +122,7 @@ def test_a_session_lists_its_runs(served: Served, rest: tinkex.RestClient) -> No
     assert (found.training_run_ids, found.display_name, found.user_metadata) == (["s:train:0"], "mine", {"k": "v"})
 
 
-def test_a_trace_is_refused_in_plain_words(served: Served, rest: tinkex.RestClient) -> None:
+def test_a_trace_export_fails_with_an_explanation(served: Served, rest: tinkex.RestClient) -> None:
     served.session("s")
     with pytest.raises(tinkex.RequestFailedError, match="keeps no trace"):
         rest.export_session_trace("s").result()
@@ -134,7 +134,7 @@ def search(served: Served, **wanted: Any) -> tuple[list[str], Any]:
     return [found["session_id"] for found in answer.json["sessions"]], answer.json["next_cursor"]
 
 
-def test_a_search_finds_by_everything_it_can_be_asked_for(served: Served) -> None:
+def test_a_search_supports_every_filter(served: Served) -> None:
     served.session("one", display_name="Blue Whale", user_metadata={"k": "v"}, project_id="p")
     served.clock.advance(1)
     served.session("two", finished={"reason": {"type": "success"}, "detail": None})
@@ -167,7 +167,7 @@ def test_pages_of_a_search_leave_nothing_out(served: Served, monkeypatch: pytest
     assert seen == ["s6", "s4", "s2", "s0"]
 
 
-def test_a_search_counts_what_sessions_hold(served: Served) -> None:
+def test_a_search_reports_the_checkpoints_of_sessions(served: Served) -> None:
     served.session("s")
     served.checkpoint(served.training_run("s:train:0"))
     found = served.ask("POST", "sessions/search", {}).json["sessions"][0]
@@ -234,7 +234,7 @@ def test_the_telemetry_log_stays_small(served: Served, monkeypatch: pytest.Monke
     assert all(log.stat().st_size <= 1000 for log in logs)
 
 
-def test_every_endpoint_of_these_rooms_answers_unknown_ids_with_404(served: Served) -> None:
+def test_every_endpoint_returns_404_for_unknown_ids(served: Served) -> None:
     named = [row for row in endpoints.ALL if "{" in row.path]
     parts = {"run_id": "r", "checkpoint_id": "weights/x", "session_id": "s", "sampler_id": "x", "tokenizer": "a/b"}
     for row in named:

@@ -8,7 +8,7 @@ import string
 from tinkex.store.keys import hash_key, hint, new_key
 
 
-def test_a_new_key_is_one_that_official_clients_take() -> None:
+def test_a_new_key_is_accepted_by_official_clients() -> None:
     key = new_key()
     assert key.startswith("tml-")
     assert len(key) >= 44

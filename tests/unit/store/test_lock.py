@@ -31,14 +31,14 @@ def holder(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_server_is_refused_and_told_the_pid_of_the_first(tmp_path: Path) -> None:
+def test_a_second_server_is_rejected_with_the_pid_of_the_first(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         with pytest.raises(ConfigError, match=rf"pid {first.pid}\b.*--data-dir"):
             DataLock(tmp_path).acquire()
         first.kill()
 
 
-def test_the_lock_goes_with_a_killed_process(tmp_path: Path) -> None:
+def test_the_lock_is_released_when_its_process_is_killed(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         first.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
         first.wait()
@@ -53,7 +53,7 @@ def test_a_released_lock_can_be_taken_again(tmp_path: Path) -> None:
         pass
 
 
-def test_a_refused_lock_leaves_the_holders_pid_alone(tmp_path: Path) -> None:
+def test_a_failed_lock_attempt_keeps_the_holders_pid(tmp_path: Path) -> None:
     with DataLock(tmp_path):
         with pytest.raises(ConfigError):
             DataLock(tmp_path).acquire()
@@ -72,6 +72,6 @@ def test_a_child_does_not_inherit_the_lock(tmp_path: Path) -> None:
         child.kill()
 
 
-def test_the_data_folder_is_made_for_its_owner_only(tmp_path: Path) -> None:
+def test_the_data_folder_is_private_to_its_owner(tmp_path: Path) -> None:
     with DataLock(tmp_path / "new"):
         assert (tmp_path / "new").stat().st_mode & 0o077 == 0

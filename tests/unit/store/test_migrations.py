@@ -36,7 +36,7 @@ def test_opening_again_changes_nothing(place: Place) -> None:
     assert again.command("s:train:0/0") == b"create"
 
 
-def test_a_database_of_a_newer_release_is_refused_and_left_alone(place: Place) -> None:
+def test_a_database_of_a_newer_release_is_rejected_and_not_changed(place: Place) -> None:
     store = place.open()
     with store._write() as connection:
         connection.execute(schema_version.update().values(version=99))
@@ -47,7 +47,7 @@ def test_a_database_of_a_newer_release_is_refused_and_left_alone(place: Place) -
         assert connection.scalar(select(schema_version.c.version)) == 99
 
 
-def test_what_an_older_database_lacks_is_added_and_its_rows_stay(place: Place) -> None:
+def test_a_missing_table_column_or_index_is_added_and_rows_stay(place: Place) -> None:
     store = place.open()
     store.add_run(run(), operation(0), b"create")
     with store._write() as connection:
@@ -112,7 +112,7 @@ INDEXES = sorted((table.name, str(index.name)) for table in metadata.tables.valu
 
 @settings(max_examples=25, deadline=None)
 @given(st.sets(st.sampled_from(OPTIONAL)), st.sets(st.sampled_from(INDEXES)), st.data())
-def test_whatever_an_older_version_lacks_is_added_and_all_rows_stay(
+def test_any_older_schema_is_upgraded_and_keeps_its_rows(
     columns: set[tuple[str, str]], indexes: set[tuple[str, str]], data: st.DataObject
 ) -> None:
     version = data.draw(st.integers(0, len(migrations.MIGRATIONS) - 1))
@@ -180,7 +180,7 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(place: Place) -> N
         assert connection.scalar(select(schema_version.c.version)) == len(migrations.MIGRATIONS)
 
 
-def test_servers_that_open_a_fresh_database_together_all_get_in(place: Place) -> None:
+def test_servers_that_open_a_new_database_at_once_all_succeed(place: Place) -> None:
     problems: list[BaseException] = []
     line = threading.Barrier(4)
 
@@ -199,7 +199,7 @@ def test_servers_that_open_a_fresh_database_together_all_get_in(place: Place) ->
     assert problems == []
 
 
-def test_a_new_database_that_another_program_is_just_writing_is_waited_for(tmp_path: Path) -> None:
+def test_opening_waits_for_a_program_that_writes_the_new_database(tmp_path: Path) -> None:
     """SQLite refuses to turn such a file to WAL at once, however long it was told to wait."""
     other = sqlite3.connect(tmp_path / "tinkex.db", isolation_level=None, check_same_thread=False)
     other.execute("CREATE TABLE theirs (name TEXT)")
@@ -214,20 +214,20 @@ def test_a_new_database_that_another_program_is_just_writing_is_waited_for(tmp_p
         other.close()
 
 
-def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "notes.db").write_text("Dear diary, " * 500)
     with pytest.raises(ConfigError, match=r"cannot be opened: file is not a database"):
         Store.open(f"sqlite:///{tmp_path / 'notes.db'}", tmp_path)
 
 
 @pytest.mark.parametrize("url", ["mysql://me:hunter2@host/db", "sqlite://", "sqlite:///:memory:", "hunter2", "://"])
-def test_an_address_that_cannot_serve_is_refused_without_repeating_its_password(url: str, tmp_path: Path) -> None:
+def test_an_unusable_database_url_is_rejected_without_its_password(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sqlite:///path") as caught:
         Store.open(url, tmp_path)
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_postgresql_that_is_not_there_is_said_without_its_password(tmp_path: Path) -> None:
+def test_an_unreachable_postgresql_is_reported_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be opened") as caught:
         Store.open(f"postgresql://me:hunter2@/db?host={tmp_path}", tmp_path)
     assert "hunter2" not in str(caught.value)
@@ -241,9 +241,7 @@ def test_every_spelling_of_a_postgresql_address_is_understood(scheme: str, postg
 
 
 @pytest.mark.parametrize(("durability", "synchronous"), [("normal", 1), ("full", 2)])
-def test_sqlite_runs_with_a_write_ahead_log_and_the_durability_asked_for(
-    sqlite_place: Place, durability: str, synchronous: int
-) -> None:
+def test_sqlite_uses_wal_and_the_configured_durability(sqlite_place: Place, durability: str, synchronous: int) -> None:
     store = sqlite_place.open(durability=durability)
     with store._read() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
@@ -266,12 +264,12 @@ def test_a_backup_is_a_database_of_one_file_with_every_row(sqlite_place: Place) 
         store.backup(target)
 
 
-def test_a_backup_of_postgresql_names_its_own_tool(postgres_place: Place, tmp_path: Path) -> None:
+def test_a_backup_of_postgresql_points_to_pg_dump(postgres_place: Place, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pg_dump"):
         postgres_place.open().backup(tmp_path / "copy.db")
 
 
-def test_additions_are_quoted_for_the_database(tmp_path: Path) -> None:
+def test_added_columns_are_quoted(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'odd.db'}")
     with engine.begin() as connection:
         connection.execute(text('CREATE TABLE "order" (id INTEGER)'))

@@ -37,14 +37,14 @@ def test_bytes_come_back_as_they_were(tmp_path: Path, size: int, is_synced: bool
     assert Payloads(tmp_path, is_synced=False).read(kept) == content
 
 
-def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
+def test_a_payload_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
     with no_file_longer_than(MAX_INLINE_BYTES), pytest.raises(OSError):
         payloads.write(LARGE)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_sweep_removes_what_no_row_names_and_nothing_else(tmp_path: Path) -> None:
+def test_a_sweep_removes_exactly_the_unreferenced_files(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
     named, orphan = payloads.write(LARGE), payloads.write(LARGE + b"!")
     assert named.file is not None and orphan.file is not None
@@ -56,7 +56,7 @@ def test_a_sweep_removes_what_no_row_names_and_nothing_else(tmp_path: Path) -> N
     assert not unfinished.exists()
 
 
-def test_removing_twice_is_no_fault(tmp_path: Path) -> None:
+def test_removing_a_payload_twice_is_not_an_error(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
     kept = payloads.write(LARGE)
     payloads.remove([kept.file, None])
@@ -121,7 +121,7 @@ def test_a_sweep_of_the_store_keeps_every_payload_in_use(place: Place, started: 
     assert started.command("s:train:0/1") == LARGE
 
 
-def test_a_full_disk_under_a_payload_is_said_and_nothing_is_half_done(place: Place, started: Store, add: Add) -> None:
+def test_a_full_disk_for_a_payload_is_reported_and_rolled_back(place: Place, started: Store, add: Add) -> None:
     with no_file_longer_than(MAX_INLINE_BYTES), pytest.raises(DiskFull, match=r"disk is full.*tinkex gc"):
         add(1, LARGE + LARGE)
     assert started.get_operation("s:train:0/1") is None
@@ -130,7 +130,7 @@ def test_a_full_disk_under_a_payload_is_said_and_nothing_is_half_done(place: Pla
     assert started.command("s:train:0/1") == LARGE + LARGE
 
 
-def test_a_full_disk_under_sqlite_is_said_and_the_store_goes_on_afterwards(sqlite_place: Place) -> None:
+def test_a_full_disk_for_sqlite_is_reported_and_the_store_recovers(sqlite_place: Place) -> None:
     store = sqlite_place.open()
     store.add_run(run(), operation(0), b"create")
     with store._read() as connection:

@@ -84,7 +84,7 @@ def test_pages_of_a_search_meet_exactly_when_their_cursor_travels_as_a_date(stor
     assert len(seen) == 40
 
 
-def test_a_run_and_its_creation_come_together(store: Store) -> None:
+def test_a_run_is_added_with_its_creating_operation(store: Store) -> None:
     given = run(seed=2**64 - 1, user_metadata={"renderer": "role_colon"})
     creation = operation(0, kind="create_model", options={"base": "tiny"}, cost_tokens=15, tokens=5)
     store.add_run(given, creation, b"frame")
@@ -94,7 +94,7 @@ def test_a_run_and_its_creation_come_together(store: Store) -> None:
     assert store.runs_of_session("s") == [RUN]
 
 
-def test_a_run_that_is_there_stands_and_its_creation_is_named(started: Store) -> None:
+def test_adding_a_run_twice_raises_duplicate_with_the_first_creation(started: Store) -> None:
     with pytest.raises(Duplicate) as caught:
         started.add_run(run(rank=64), operation(0, request_id="again"), b"other")
     assert caught.value.existing.request_id == f"{RUN}/0"
@@ -116,7 +116,7 @@ def test_runs_are_listed_newest_first_with_their_number(store: Store) -> None:
     assert found is not None and found.is_unloaded
 
 
-def test_a_number_is_accepted_once_and_the_first_one_stands(started: Store, add: Add) -> None:
+def test_a_sequence_number_is_accepted_once(started: Store, add: Add) -> None:
     first = add(1, b"first")
     with pytest.raises(Duplicate) as caught:
         add(1, b"second", request_id="second", digest="other")
@@ -132,7 +132,7 @@ def test_a_request_id_is_accepted_once(started: Store, add: Add) -> None:
     assert caught.value.existing.seq_id == 1
 
 
-def test_a_refused_operation_gives_its_number_to_the_next_one(started: Store, add: Add) -> None:
+def test_a_rejected_operation_can_be_replaced_under_its_number(started: Store, add: Add) -> None:
     add(1, None, request_id="refused", state="refused", error="bad shape", category="user", finished_at=11.0)
     assert started.last_seq(RUN) == 1
     add(1, b"good", request_id="good")
@@ -157,7 +157,7 @@ def test_operations_are_read_by_number_whatever_their_arrival(started: Store, ad
     assert started.last_seq("unknown") == -1
 
 
-def test_what_waits_is_found_again_after_a_restart(place: Place, started: Store, add: Add) -> None:
+def test_queued_operations_survive_a_restart(place: Place, started: Store, add: Add) -> None:
     for seq_id in (2, 1, 3):
         add(seq_id)
     started.finish(f"{RUN}/1", at=20.0, result=b"", result_type="json")
@@ -176,7 +176,7 @@ def test_a_finished_operation_has_its_result(started: Store, add: Add) -> None:
     )
 
 
-def test_a_failed_operation_says_why_whatever_characters_are_in_it(started: Store, add: Add) -> None:
+def test_a_failed_operation_stores_any_error_text(started: Store, add: Add) -> None:
     started.fail(add(1).request_id, at=20.0, error="bad \0 byte \ud800 é", category="user")
     found = started.get_operation(f"{RUN}/1")
     assert found is not None and found.error is not None
@@ -194,7 +194,7 @@ def test_an_operation_ends_once(started: Store, add: Add) -> None:
     assert started.result(f"{RUN}/1") is None
 
 
-def test_what_came_of_an_operation_is_kept_with_its_result(started: Store, add: Add) -> None:
+def test_metrics_and_engine_time_are_stored_with_the_result(started: Store, add: Add) -> None:
     saved, made = checkpoint(), sampler()
     assert started.finish(add(1).request_id, at=20.0, result=b"", result_type="json", checkpoint=saved) is None
     newer = checkpoint(folder="checkpoints/newer", size_bytes=7)
@@ -207,7 +207,7 @@ def test_what_came_of_an_operation_is_kept_with_its_result(started: Store, add: 
     assert started.usage() == (1, 7)
 
 
-def test_if_one_part_of_a_finish_cannot_be_kept_none_is(started: Store, add: Add) -> None:
+def test_finishing_an_operation_is_all_or_nothing(started: Store, add: Add) -> None:
     started.add_sampler(sampler())
     add(1)
     with pytest.raises(ValidationError, match=r"s:sample:0 exists already"):
@@ -217,7 +217,7 @@ def test_if_one_part_of_a_finish_cannot_be_kept_none_is(started: Store, add: Add
     assert started.get_checkpoint(checkpoint().path) is None
 
 
-def test_a_snapshot_takes_the_place_of_the_commands_inside_it(started: Store, add: Add) -> None:
+def test_a_snapshot_replaces_the_commands_it_includes(started: Store, add: Add) -> None:
     for seq_id in (1, 2, 3):
         add(seq_id, b"c%d" % seq_id)
         if seq_id != 2:
@@ -253,7 +253,7 @@ def test_results_expire_and_their_operations_stay(started: Store, add: Add) -> N
     assert started.command(f"{RUN}/1") == b"command", "replay needs it"
 
 
-def test_more_results_than_one_statement_names_expire_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_results_expire_in_one_call(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_BATCH", 5)
     store.add_run(run(), operation(0), b"")
     for seq_id in range(1, 13):
@@ -284,7 +284,7 @@ def test_every_client_that_joins_a_sampler_gets_a_number_of_its_own(place: Place
         store.join_sampler("unknown")
 
 
-def test_a_checkpoint_is_kept_changed_and_forgotten(store: Store) -> None:
+def test_a_checkpoint_is_added_changed_and_deleted(store: Store) -> None:
     given = checkpoint(has_optimizer=True, user_metadata={"k": "v"}, size_bytes=5_000_000_000)
     store.add_checkpoint(given)
     assert store.get_checkpoint(given.path) == given
@@ -312,7 +312,7 @@ def test_a_checkpoint_is_readable_by_its_tenant_or_if_published_until_it_expires
     assert store.get_live_checkpoint(saved.path, 1e12) is not None
 
 
-def test_expired_checkpoints_are_not_listed_and_found_by_who_removes_them(store: Store) -> None:
+def test_expired_checkpoints_are_not_listed_and_are_found_for_deletion(store: Store) -> None:
     for number in range(4):
         store.add_checkpoint(checkpoint(f"c{number}", created_at=float(number)))
     store.add_checkpoint(checkpoint("old", created_at=0.5, expires_at=50.0))
@@ -329,7 +329,7 @@ def test_expired_checkpoints_are_not_listed_and_found_by_who_removes_them(store:
     assert store.usage("nobody") == (0, 0)
 
 
-def test_one_that_was_saved_again_is_not_deleted_for_the_expiry_of_the_one_before_it(store: Store) -> None:
+def test_a_resaved_checkpoint_survives_the_expiry_of_its_predecessor(store: Store) -> None:
     store.add_checkpoint(checkpoint("a", expires_at=50.0))
     [expired] = store.expired_checkpoints(50.0)
     store.add_checkpoint(checkpoint("a"))
@@ -395,7 +395,7 @@ def test_the_audit_log_is_read_newest_first_by_its_tenant(store: Store) -> None:
     assert store.list_audit("ann", limit=10, before=3.0) == [entries[2], entries[1], entries[0]]
 
 
-def test_the_first_answer_under_an_idempotency_key_stands_for_its_tenant(store: Store) -> None:
+def test_the_first_response_under_an_idempotency_key_is_kept_per_tenant(store: Store) -> None:
     assert store.recall("ann", "k") is None
     assert store.remember("ann", "k", b"first", 1.0) == b"first"
     assert store.remember("ann", "k", b"second", 2.0) == b"first"
@@ -405,7 +405,7 @@ def test_the_first_answer_under_an_idempotency_key_stands_for_its_tenant(store: 
     assert store.recall("ann", "k") is None
 
 
-def test_whatever_a_client_sends_as_an_id_is_merely_unknown(started: Store) -> None:
+def test_any_text_as_an_id_is_just_not_found(started: Store) -> None:
     for odd in ("", "\0", "a\0b", "\ud800", "'; DROP TABLE runs; --", "%", "é" * 5000):
         assert started.get_session(odd) is None
         assert started.get_run(odd) is None
@@ -417,7 +417,7 @@ def test_whatever_a_client_sends_as_an_id_is_merely_unknown(started: Store) -> N
     assert started.get_run(RUN) is not None
 
 
-def test_an_offset_or_limit_of_any_size_is_taken(started: Store) -> None:
+def test_an_offset_or_limit_of_any_size_is_accepted(started: Store) -> None:
     assert started.list_runs("ann", 10**30, 10**30) == ([], 1)
     assert started.list_sessions("ann", 10**30, 5) == []
     assert len(started.list_runs("ann", 0, 10**30)[0]) == 1

@@ -80,7 +80,7 @@ def test_a_lost_connection_is_replaced_before_the_next_call(postgres_place: Plac
     assert store.command("s:train:0/1") == b"after"
 
 
-def test_a_connection_lost_in_the_middle_is_said_and_the_payload_stays_for_the_sweep(
+def test_a_lost_connection_is_reported_and_leaves_the_payload_to_the_sweep(
     postgres_place: Place, postgres: PostgresServer
 ) -> None:
     store = postgres_place.open()
@@ -101,7 +101,7 @@ def test_another_program_may_write_the_same_database_between_our_calls(place: Pl
     assert ours.last_seq("s:train:0") == theirs.last_seq("s:train:0") == 20
 
 
-def test_a_program_that_does_not_let_go_of_sqlite_is_named_and_the_call_can_be_repeated(
+def test_a_locked_sqlite_file_is_reported_and_the_call_can_be_retried(
     sqlite_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "LOCK_WAIT_S", 0.05)
@@ -118,7 +118,7 @@ def test_a_program_that_does_not_let_go_of_sqlite_is_named_and_the_call_can_be_r
 
 
 @pytest.mark.timing
-def test_a_small_operation_costs_little_of_the_ten_milliseconds_it_has(sqlite_place: Place) -> None:
+def test_storing_a_small_operation_is_cheap(sqlite_place: Place) -> None:
     store: Store = sqlite_place.open()
     store.add_run(run(), operation(0), b"create")
     taken = []

@@ -1,24 +1,24 @@
-// Requests to the service: the key, JSON, errors in its own words, streams. Addresses are relative to this file, so
-// that the console works behind a path prefix.
+// Sends requests to the service: the API key, JSON, error messages, streams. URLs are relative to this file, so that
+// the console works behind a path prefix.
 
 const BASE = new URL("../", import.meta.url);
 const NAME = "tinkex-key";
 const TIMEOUT_MS = 20000;
 
-/** `status` is 0 if no answer came. */
+/** `status` is 0 if there was no response. */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
   }
 
-  /** Whether asking again later may help. */
+  /** Whether a retry may help. */
   get isPassing() {
     return this.status === 0 || this.status === 429 || this.status >= 500;
   }
 }
 
-// The key lives as long as the tab. A browser that keeps nothing for us has it until the page is left.
+// The key is stored as long as the tab is open; in a browser without storage, until the page is left.
 let remembered = null;
 try {
   remembered = sessionStorage.getItem(NAME);
@@ -30,7 +30,7 @@ export function key() {
   return remembered;
 }
 
-/** Says whether it will still be known when the page is loaded anew. */
+/** Returns whether the key survives a reload of the page. */
 export function setKey(value) {
   remembered = value;
   try {
@@ -42,7 +42,7 @@ export function setKey(value) {
   }
 }
 
-/** Takes a key out of `#key=…` and the address at once, before anything else can read it. */
+/** Takes a key out of `#key=…` and removes it from the address at once, before anything else can read it. */
 export function takeKeyFromAddress() {
   const found = /^#key=([^&]+)/.exec(location.hash);
   if (!found) return;
@@ -68,7 +68,7 @@ async function call(method, path, { body, query, signal } = {}) {
     return await answer.json();
   } catch (problem) {
     if (problem instanceof ApiError || signal?.aborted) throw problem;
-    throw new ApiError(0, "The service does not answer.");
+    throw new ApiError(0, "The service does not respond.");
   } finally {
     clearTimeout(timer);
   }
@@ -85,7 +85,7 @@ async function send(method, path, { body, query, signal }) {
     answer = await fetch(url, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
   } catch (problem) {
     if (signal?.aborted) throw problem;
-    throw new ApiError(0, "The service does not answer.");
+    throw new ApiError(0, "The service does not respond.");
   }
   if (answer.ok) return answer;
   const problem = new ApiError(answer.status, await said(answer));
@@ -96,13 +96,13 @@ async function send(method, path, { body, query, signal }) {
 async function said(answer) {
   try {
     const content = await answer.json();
-    return content.detail ?? content.error?.message ?? `The service answered ${answer.status}.`;
+    return content.detail ?? content.error?.message ?? `The service responded with status ${answer.status}.`;
   } catch {
-    return `The service answered ${answer.status}.`;
+    return `The service responded with status ${answer.status}.`;
   }
 }
 
-/** The events of a streamed answer, each parsed, until it ends. */
+/** Yields the parsed events of a streamed response. */
 export async function* stream(path, body, signal) {
   const answer = await send("POST", path, { body, signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -113,9 +113,9 @@ export async function* stream(path, body, signal) {
       piece = await reader.read();
     } catch (problem) {
       if (signal.aborted) throw problem;
-      throw new ApiError(0, "The stream broke off: the service does not answer.");
+      throw new ApiError(0, "The stream was interrupted: the service does not respond.");
     }
-    if (piece.done) throw new ApiError(0, "The stream ended before its end: the service may be restarting.");
+    if (piece.done) throw new ApiError(0, "The stream ended early: the service may be restarting.");
     const lines = (rest + piece.value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
@@ -128,12 +128,12 @@ export async function* stream(path, body, signal) {
   }
 }
 
-/** A path with each part encoded; a checkpoint's id has slashes of its own. */
+/** Returns a path with each segment encoded; the id of a checkpoint contains slashes. */
 export function path(...parts) {
   return parts.map((part) => part.split("/").map(encodeURIComponent).join("/")).join("/");
 }
 
-/** The address of this service, as programs should be told. */
+/** Returns the URL of this service, as programs should use it. */
 export function serviceUrl() {
   return BASE.href.replace(/\/$/, "");
 }

@@ -1,4 +1,4 @@
-// Checkpoints: what was saved, and download, publish, keep or delete it.
+// The page of checkpoints: list, download, publish, expire, delete.
 
 import { get, path, post, put, remove } from "./api.js";
 import { ask } from "./dialog.js";
@@ -17,7 +17,7 @@ const LIVES = [
   ["86400", "In one day"],
   ["604800", "In one week"],
   ["2592000", "In 30 days"],
-  ["other", "In some other number of days"],
+  ["other", "In another number of days"],
 ];
 
 export function checkpointsPage(main) {
@@ -49,7 +49,7 @@ export function checkpointsPage(main) {
   return () => polling.stop();
 }
 
-/** A table with a `show(checkpoints)`. `changed()` is called when something was done to one. */
+/** A table with a method `show(checkpoints)`. `changed()` is called after a checkpoint was changed. */
 export function checkpointTable(changed, emptyText, namesRun = false) {
   const rows = h("tbody");
   const titles = ["Checkpoint", "Kind", ">Size", "Saved", "Expires", "Access", ">Actions"];
@@ -163,7 +163,7 @@ function makeRow(first, changed, namesRun) {
   return made;
 }
 
-/** The browser fetches the file itself, from a link that carries its own right to read: nothing passes through here. */
+/** The browser downloads the file itself, from a signed link: the data do not pass through this page. */
 async function download(address) {
   const { url } = await get(`${address}/archive`, { query: { redirect: "false" } });
   const link = h("a", { href: url, rel: "noreferrer" });
@@ -176,7 +176,7 @@ function askDelete(name, saved) {
   return ask({
     title: `Delete ${name}?`,
     content: [
-      h("p", {}, `Its files (${bytes(saved.size_bytes ?? 0)}) are removed for good.`),
+      h("p", {}, `Its files (${bytes(saved.size_bytes ?? 0)}) are deleted permanently.`),
       h("p", { class: "muted id" }, saved.tinker_path),
     ],
     agree: "Delete",

@@ -1,4 +1,4 @@
-// One column of the playground: a model, what it was asked, and what streams back from it.
+// One column of the playground: a model, and the text that streams from it.
 
 import { stream } from "./api.js";
 import { h, notice, setText } from "./dom.js";
@@ -40,7 +40,7 @@ export function makeColumn(number, kept) {
     kept.path = other.value;
   });
 
-  /** `models` are { id, names }: what can be chosen, and what else it is called. */
+  /** `models` are { id, names }: the id to request, and its names to show. */
   element.offer = (models) => {
     const adapters = models.filter(({ id }) => id.startsWith("tinker://"));
     const bases = models.filter((model) => !adapters.includes(model));
@@ -50,7 +50,7 @@ export function makeColumn(number, kept) {
       ...(adapters.length > 0 ? [h("optgroup", { label: "Your checkpoints" }, ...adapters.map(option))] : []),
       h("option", { value: OTHER }, "Another path…"),
     );
-    // Left alone, the first column has the base model and the next ones what was saved last.
+    // By default the first column has the base model, and the next ones the newest checkpoints.
     const wanted = kept.model ?? [bases[0], ...adapters, ...bases.slice(1)][number - 1]?.id ?? bases[0]?.id;
     const known = models.find(({ names }) => names.includes(wanted));
     if (!known && wanted?.startsWith("tinker://")) kept.path = wanted;
@@ -65,7 +65,7 @@ export function makeColumn(number, kept) {
   };
   element.model = () => (choice.value === OTHER ? other.value.trim() : choice.value);
 
-  /** Samples until the end or until `signal`; says how it went below the text. */
+  /** Samples until the end or until `signal`, and shows the result below the text. */
   element.sample = async (asked, signal) => {
     const text = tokenText(`Sample of model ${number}. Arrow keys move from token to token.`);
     if (asked.isChat) output.append(turn("You", h("p", { class: "said" }, asked.text)), turn("Model", text));
@@ -112,7 +112,7 @@ function request(model, asked, messages) {
   return ["v1/chat/completions", { ...body, messages: all, logprobs: true }];
 }
 
-/** Both shapes of OpenAI's log-probabilities. */
+/** Reads both formats of OpenAI's log-probabilities. */
 function tokensOf(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) return logprobs.content.map(({ token, logprob }) => ({ text: token, logprob }));

@@ -1,8 +1,8 @@
-// Questions before something is done that cannot be taken back, or that needs an answer.
+// Dialogs: confirm what cannot be undone, or ask for a value.
 
 import { h } from "./dom.js";
 
-/** Shows a dialog. Gives what `read()` makes of it if the reader agrees, else null. */
+/** Shows a dialog. Returns the result of `read()` if the user confirms, else null. */
 export function ask({ title, content, agree, isDanger = false, read = () => true }) {
   return new Promise((resolve) => {
     const before = document.activeElement;

@@ -1,4 +1,4 @@
-// Elements out of text and other elements. Whatever comes from the service enters the page here, as text.
+// Creates elements from text and other elements. All data of the service enter the page here, as text, never as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,13 +21,13 @@ function build(element, props, children) {
   return element;
 }
 
-/** Sets the text if it is another: rewriting the same would drop the reader's selection. */
+/** Sets the text only if it changed: setting the same text would drop the user's selection. */
 export function setText(element, text) {
   const wanted = String(text);
   if (element.textContent !== wanted) element.textContent = wanted;
 }
 
-/** Replaces what is inside, unless `mark` says that it would be the same as last time. */
+/** Replaces the children, unless `mark` is the same as last time. */
 export function fill(element, mark, make) {
   if (element.dataset.mark === mark) return;
   element.dataset.mark = mark;
@@ -35,8 +35,8 @@ export function fill(element, mark, make) {
 }
 
 /**
- * One child per item, in their order. Nodes stay while their item does, so that focus and hover survive a refresh.
- * `make(item)` gives a node with an `update(item)` of its own.
+ * Keeps one child per item, in order. A node stays while its item does, so that focus and hover survive a refresh.
+ * `make(item)` returns a node with a method `update(item)`.
  */
 export function keyed(parent, items, keyOf, make) {
   const standing = new Map([...parent.children].map((node) => [node.dataset.key, node]));
@@ -57,7 +57,7 @@ export function keyed(parent, items, keyOf, make) {
   });
 }
 
-/** A line at the foot of the page that screen readers say, gone after a while. */
+/** Shows a message at the bottom of the page for a while; screen readers read it out. */
 export function say(text) {
   const status = document.getElementById("status");
   status.textContent = text;
@@ -74,7 +74,7 @@ export function notice(text, kind = "error") {
   return h("p", { class: `notice is-${kind}`, role: kind === "error" ? "alert" : null }, text);
 }
 
-/** A text to be typed or copied. */
+/** A text to type or copy. */
 export function code(text, label) {
   const button = h("button", { type: "button", class: "quiet small", "aria-label": `Copy: ${label}` }, "Copy");
   button.addEventListener("click", async () => {
@@ -89,8 +89,8 @@ export function code(text, label) {
 }
 
 /**
- * A table that becomes cards where it is narrow. Roles are written out: a browser forgets those of a table that is laid
- * out as something else. Titles that begin with ">" stand on the right.
+ * A table that becomes cards on a narrow screen. ARIA roles are explicit: a browser drops those of a table with another
+ * layout. Columns whose title begins with ">" are right-aligned.
  */
 export function table(titles, rows) {
   const heads = titles.map((title) =>
@@ -113,12 +113,12 @@ export function row(...cells) {
   return h("tr", { role: "row" }, cells);
 }
 
-/** `label` is said before it where the titles cannot be seen. */
+/** `label` is shown before the value where the column titles are hidden. */
 export function cell(label, kind, ...children) {
   return h("td", { role: "cell", class: kind || null, "data-label": label || null }, children);
 }
 
-/** Earlier and later pages of a list. `go(offset)` is called with where the next one begins. */
+/** Links to the previous and next page of a list. `go(offset)` is called with the offset of that page. */
 export function pager(go) {
   const told = h("span", { class: "muted num" });
   const newer = h("button", { type: "button", class: "small" }, "Newer");

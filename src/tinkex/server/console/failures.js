@@ -1,4 +1,4 @@
-// Operations that failed or were refused, with the reason that the service gave.
+// The page of operations that failed or were rejected, with the reason from the service.
 
 import { get } from "./api.js";
 import { h, heading, keyed, notice, pager, setText } from "./dom.js";
@@ -16,7 +16,7 @@ export function failuresPage(main) {
   const empty = h(
     "p",
     { class: "card muted", hidden: true },
-    "No operation has failed. If one does, its reason is told here and in your program.",
+    "No operation has failed. If one does, the reason appears here and in your program.",
   );
   const pages = pager((to) => {
     offset = to;

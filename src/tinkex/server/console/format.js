@@ -1,4 +1,4 @@
-// Numbers, sizes and times as people read them. Pure.
+// Formats numbers, sizes and times for people. Pure.
 
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
@@ -16,7 +16,7 @@ export const short = (n) =>
           .replace(/([MBT])$/, " $1"),
       );
 
-/** A measured value with about four digits; very small and very large ones with a power of ten. */
+/** A measured value with about four digits; very small and very large values with a power of ten. */
 export function value(x, digits = 4) {
   if (x === null || x === undefined || !Number.isFinite(x)) return NONE;
   const size = Math.abs(x);
@@ -32,7 +32,7 @@ export function value(x, digits = 4) {
   return minus(x.toFixed(Math.min(decimals, digits)));
 }
 
-/** A value with six digits and no more zeros than it has. */
+/** A value with up to six digits, without trailing zeros. */
 export function measure(x) {
   const size = Math.abs(x);
   return size !== 0 && (size < 1e-3 || size >= 1e9)
@@ -40,7 +40,7 @@ export function measure(x) {
     : minus(new Intl.NumberFormat("en", { maximumSignificantDigits: 6 }).format(x));
 }
 
-/** A learning rate: as short as it can be said. */
+/** A learning rate, in its shortest form. */
 export function rate(x) {
   if (x === null || x === undefined || !Number.isFinite(x)) return NONE;
   if (x === 0) return "0";
@@ -98,13 +98,13 @@ export function minus(text) {
   return text.replace(/^-/, "−").replace("e-", "e−");
 }
 
-/** The name that a run was given, or its id. */
+/** The name of a run, or its id if it has none. */
 export function runName(run) {
   const given = run.user_metadata?.name ?? run.user_metadata?.run_name;
   return given ? given.slice(0, 120) : shortId(run.training_run_id);
 }
 
-/** Ids are long and differ in their first characters; what follows the first colon tells which run of a session. */
+/** Shortens an id: ids differ in their first characters; after the first colon comes the run within the session. */
 export function shortId(id) {
   const [session, ...rest] = id.split(":");
   return [session.length > 14 ? `${session.slice(0, 8)}…` : session, ...rest].join(":");

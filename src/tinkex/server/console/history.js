@@ -1,9 +1,9 @@
-// A run's steps as far as they are known here. Each refresh asks for what came after.
+// The steps of a run that were loaded so far. Each refresh requests only the newer ones.
 
 import { get, path } from "./api.js";
 
 export class History {
-  /** With `mostSteps` the service tells no more than so many of each answer: enough for a sparkline. */
+  /** With `mostSteps` the service thins each response to so many steps: enough for a sparkline. */
   constructor(runId, mostSteps = null) {
     this.runId = runId;
     this.mostSteps = mostSteps;
@@ -29,7 +29,7 @@ export class History {
       }
       this.count += answer.count;
       this.next = answer.next_seq_id;
-      // A long history comes in several parts. Later on, one look is enough: what is left comes with the next.
+      // A long history comes in several responses. Later, one request per refresh is enough; the next gets the rest.
     } while (!this.isLoaded && answer.steps.length > 0);
     this.isActive = answer.is_active;
     this.isLoaded = true;

@@ -1,4 +1,4 @@
-// The frame around the pages: which one is shown, whether a key is needed, how the service does.
+// The frame around the pages: shows the current page, asks for a key if one is needed, shows the service's state.
 
 import { key, setKey, takeKeyFromAddress } from "./api.js";
 import { checkpointsPage } from "./checkpoints.js";
@@ -11,7 +11,7 @@ import { runsPage } from "./runs.js";
 import { signInPage } from "./sign-in.js";
 import { onState, startState, stopState } from "./state.js";
 
-// A page is a function that fills `main` and gives one that ends what it began.
+// A page is a function that fills `main` and returns a function that stops its work.
 const PAGES = [
   [/^\/runs$/, "Runs", runsPage],
   [/^\/runs\/(.+)$/, "Run", runPage],
@@ -42,7 +42,7 @@ function show() {
     leave = page(main, { id: match[1], query: new URLSearchParams(query) }) ?? (() => {});
   } else {
     document.title = "tinkex";
-    main.append(heading("No such page"), notice("The address leads nowhere. The pages are named above.", "plain"));
+    main.append(heading("No such page"), notice("This page does not exist. Choose one of the pages above.", "plain"));
   }
   mark(address);
   arrive();
@@ -62,7 +62,7 @@ function begin() {
   main.replaceChildren();
 }
 
-/** Keyboard and screen reader go on at the new page's heading; the first page leaves the focus where it is. */
+/** Moves the focus to the heading of the new page, for keyboards and screen readers; not on the first page. */
 function arrive() {
   window.scrollTo(0, 0);
   if (!isFirst) main.querySelector("h1")?.focus({ preventScroll: true });
@@ -88,7 +88,7 @@ function askForKey(reason) {
   document.getElementById("sign-out").hidden = true;
   mark("");
   signInPage(main, wasGiven ? reason : null, (given) => {
-    // Loaded anew, the page holds nothing of whoever was here before.
+    // After a reload the page holds no data of the former user.
     if (setKey(given)) location.reload();
     else {
       startState();

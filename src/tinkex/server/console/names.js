@@ -1,4 +1,4 @@
-// The names that runs were given, for pages that know a run by its id only.
+// The names of runs, for pages that know only a run's id.
 
 import { get } from "./api.js";
 import { runName, shortId } from "./format.js";
@@ -6,7 +6,7 @@ import { runName, shortId } from "./format.js";
 const NEWEST = 200;
 const names = new Map();
 
-/** Asks once if one of the ids is new here. Runs older than the newest few hundred go by their ids. */
+/** Loads the names once if one of the ids is unknown. Runs older than the newest few hundred are shown by id. */
 export async function learnNames(ids, signal) {
   if (ids.every((id) => names.has(id))) return;
   const { training_runs: runs } = await get("api/v1/training_runs", { query: { limit: NEWEST }, signal });

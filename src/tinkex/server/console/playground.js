@@ -6,7 +6,7 @@ import { h, heading, notice } from "./dom.js";
 import { learnNames, runIn } from "./names.js";
 import { poll } from "./poll.js";
 
-// What was typed stays while the console is open, also when another page was looked at.
+// The inputs are kept while the console is open, also while another page is shown.
 const kept = {
   mode: "text",
   columns: null,

@@ -1,4 +1,4 @@
-// Plots as SVG: axes, lines, and a cursor that mouse, finger and arrow keys move through all plots of a page together.
+// Draws plots as SVG: axes, lines, and one cursor for all plots of a page, moved by mouse, finger and arrow keys.
 
 import { h, svg } from "./dom.js";
 import { NONE, count } from "./format.js";
@@ -8,10 +8,10 @@ const TOP = 10;
 const BOTTOM = 24;
 const RIGHT = 12;
 const SMOOTH_FROM = 40;
-/** Below so many points each is drawn as a dot too. */
+/** With fewer points than this, each is drawn as a dot too. */
 const DOTS_BELOW = 40;
 
-/** Plots that share a cursor. `at` is a place in the list of steps, or null. */
+/** Plots that share a cursor. `at` is an index into the list of steps, or null. */
 export class Cursor {
   constructor() {
     this.at = null;
@@ -26,7 +26,7 @@ export class Cursor {
 }
 
 export class Plot {
-  /** `lines` are { label, kind, of(step), text(value) }; kind is a class that has the colour. */
+  /** `lines` are { label, kind, of(step), text(value) }; `kind` is a CSS class with the colour. */
   constructor({ title, lines, cursor, fromZero = false, isTall = false }) {
     Object.assign(this, { title, lines, cursor, fromZero, isSmooth: false, steps: [] });
     cursor.plots.push(this);
@@ -127,7 +127,7 @@ export class Plot {
     return found.map(([place, x], n) => `${n ? "L" : "M"}${this.x(place).toFixed(1)} ${this.y(x).toFixed(1)}`).join("");
   }
 
-  /** Shows the values at the cursor, or the last ones. */
+  /** Shows the values at the cursor, or the last values. */
   point() {
     const { at } = this.cursor;
     const isPointing = at !== null && at < this.steps.length;
@@ -187,7 +187,7 @@ export class Plot {
   }
 }
 
-/** A line without axes, for a row of a table. Steps may be left out: each stands at its number. */
+/** A line without axes, for a row of a table. Steps may be missing: each is drawn at its number. */
 export function sparkline() {
   const width = 120;
   const height = 28;

@@ -1,12 +1,12 @@
-// Asking again and again: while the page is seen, less often while nothing answers, and the reader is told.
+// Polls while the page is visible, less often while the service does not respond, and tells the user about it.
 
 const MOST_WAIT_MS = 30000;
 const failing = new Map();
 const polls = new Set();
 
 /**
- * Runs `work(signal)` now and every `everyMs` after it has finished. What may pass is tried again; of what will not,
- * `refused(problem)` is told, and it ends. Gives an object with `stop()` and `now()`.
+ * Runs `work(signal)` now and again `everyMs` after it has finished. Temporary errors are retried; any other is passed
+ * to `refused(problem)` and ends the polling. Returns an object with `stop()` and `now()`.
  */
 export function poll(work, everyMs, refused) {
   const controller = new AbortController();

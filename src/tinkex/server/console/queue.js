@@ -1,4 +1,4 @@
-// The service's state and the queue: one's own operations with what they wait for, of others' a number.
+// The page of the service's state and queue: your operations with the reason they wait, and the number of others'.
 
 import { cell, fill, h, heading, keyed, row, setText, table } from "./dom.js";
 import { bytes, count, duration, plural } from "./format.js";
@@ -14,7 +14,7 @@ export function queuePage(main) {
     { class: "card table", hidden: true },
     table(["Operation", "Run", ">Tokens", ">Waiting", "What it waits for"], rows),
   );
-  const empty = h("p", { class: "card muted", hidden: true }, "Nothing of yours is waiting.");
+  const empty = h("p", { class: "card muted", hidden: true }, "None of your operations is waiting.");
   const more = h("p", { class: "muted" });
   const models = h("ul", { class: "models" });
   main.append(

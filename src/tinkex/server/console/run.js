@@ -1,4 +1,4 @@
-// One run: its course as plots that grow while it trains, its checkpoints, its metadata.
+// The page of one run: plots that grow while it trains, its checkpoints, its metadata.
 
 import { get, path } from "./api.js";
 import { checkpointTable } from "./checkpoints.js";
@@ -53,7 +53,7 @@ export function runPage(main, { id }) {
       showFacts(facts, run, history);
       if (drawn !== history.steps.length) plots.draw(history.steps);
       drawn = history.steps.length;
-      // All of a run's checkpoints come at once, and there may be many.
+      // All checkpoints of a run come in one response, and there may be many.
       if (isChanged || looks % CHECKPOINTS_EVERY === 0) {
         isChanged = false;
         const saved = await get(path("api/v1/training_runs", id, "checkpoints"), { signal });
@@ -69,7 +69,9 @@ export function runPage(main, { id }) {
     (problem) =>
       main.append(
         notice(
-          problem.status === 404 ? `There is no such run, or it is not yours. ${problem.message}` : problem.message,
+          problem.status === 404
+            ? `This run does not exist, or it belongs to another tenant. ${problem.message}`
+            : problem.message,
         ),
       ),
   );

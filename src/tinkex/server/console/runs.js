@@ -1,4 +1,4 @@
-// All runs, newest first: state, steps, last loss with its course. Nothing yet: how to make the first.
+// The page of all runs, newest first: state, steps, last loss with a sparkline. Without runs: how to start the first.
 
 import { get, key, serviceUrl } from "./api.js";
 import { cell, code, h, heading, keyed, notice, pager, row, setText, table } from "./dom.js";
@@ -56,7 +56,7 @@ export function runsPage(main) {
   };
 }
 
-/** Asks for a run's steps only if something was done since: a list of idle runs costs one request. */
+/** Requests the steps of a run only if it had requests since: a list of idle runs costs one request. */
 async function refresh(run, signal) {
   let known = histories.get(run.training_run_id);
   if (!known) histories.set(run.training_run_id, (known = new History(run.training_run_id, SPARKLINE_STEPS)));
@@ -102,7 +102,7 @@ export function showState(element, isActive) {
   setText(element, isActive ? "Training" : "Idle");
 }
 
-/** The ten lines; the tests run them. */
+/** The example program of ten lines; a test runs it. */
 export function tenLines(url, model) {
   return `import tinkex
 
@@ -126,7 +126,7 @@ function teach(element, model) {
     h(
       "p",
       { class: "lede" },
-      "No runs yet. A run appears here as soon as a program trains, and its loss is drawn while it does.",
+      "No runs yet. A run appears here as soon as a program starts to train, and its loss is plotted meanwhile.",
     ),
     h(
       "div",

@@ -1,4 +1,4 @@
-// What a plot needs to know before it draws: ticks at round numbers, fewer points than pixels, a smoothed line. Pure.
+// Prepares the data of a plot: ticks at round numbers, fewer points than pixels, a smoothed line. Pure.
 
 import { count } from "./format.js";
 
@@ -12,7 +12,7 @@ export function ticks(low, high, wanted) {
   return { step, values: found };
 }
 
-/** Whole numbers only: there is no half a step. */
+/** Ticks at whole numbers only, for axes that count steps. */
 export function wholeTicks(low, high, wanted) {
   const { step, values } = ticks(low, high, wanted);
   return step >= 1
@@ -34,7 +34,7 @@ export function tickText(x, step) {
   return x.toFixed(isBetween ? decimals + 1 : decimals).replace("-", "−");
 }
 
-/** The least and the greatest of finite values, with some air; null if there is none. */
+/** The minimum and maximum of the finite values, with a margin; null if there are none. */
 export function range(values, fromZero) {
   let low = Infinity;
   let high = -Infinity;
@@ -49,7 +49,7 @@ export function range(values, fromZero) {
   return [low >= 0 && low < air ? 0 : low - air, high + air];
 }
 
-/** Of [place, value] points at most about `most`: of each stretch its least and its greatest, so no spike is lost. */
+/** Reduces [index, value] points to about `most`: the minimum and maximum of each stretch, so that no spike is lost. */
 export function thin(points, most) {
   if (points.length <= most) return points;
   const perStretch = Math.ceil((points.length * 2) / most);
@@ -69,7 +69,7 @@ export function thin(points, most) {
   return kept;
 }
 
-/** Each value as the mean of those around it: a middle line that does not lag behind. */
+/** A centred moving average: unlike a trailing one, it does not lag behind. */
 export function smooth(points) {
   const around = Math.max(2, Math.round(points.length / 60));
   const sums = [0];

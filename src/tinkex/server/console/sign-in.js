@@ -1,4 +1,4 @@
-// Asks for a key. It is kept in this tab alone and sent as X-API-Key.
+// Asks for an API key. It is stored in this tab only and sent as X-API-Key.
 
 import { h, heading, notice } from "./dom.js";
 

@@ -1,4 +1,4 @@
-// What the service says of itself, asked for all pages together.
+// The state of the service, requested once for all pages.
 
 import { get } from "./api.js";
 import { poll } from "./poll.js";
@@ -8,7 +8,7 @@ const listeners = new Set();
 let current = null;
 let polling = null;
 
-/** Calls `listener(state)` now, if there is one, and with every new one. Gives a function that ends it. */
+/** Calls `listener(state)` now, if there is a state, and with every new one. Returns a function that unsubscribes. */
 export function onState(listener) {
   listeners.add(listener);
   if (current) listener(current);

@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it. A plain script in the head, so that the page never flashes in the wrong one.
+// Light, dark, or the system's theme. A plain script in the head, so that the page never flashes in the wrong theme.
 (() => {
   const NAME = "tinkex-theme";
   const themes = ["auto", "light", "dark"];
@@ -30,7 +30,7 @@
       try {
         localStorage.setItem(NAME, theme);
       } catch {
-        // Then it holds until the page is left.
+        // Without storage the choice lasts until the page is left.
       }
       show(theme);
     });

@@ -1,9 +1,9 @@
-// Sampled text as tokens, each with its log-probability: on hover, or when the arrow keys come to it.
+// Shows sampled text as tokens; each shows its log-probability on hover, or when an arrow key reaches it.
 
 import { h } from "./dom.js";
 import { minus } from "./format.js";
 
-/** The text of one sample. `add(text, tokens)` takes what a chunk brings; tokens are { text, logprob }. */
+/** The text of one sample. `add(text, tokens)` appends a chunk; tokens are { text, logprob }. */
 export function tokenText(label) {
   const tip = h("div", {
     class: "tip",
@@ -26,7 +26,7 @@ export function tokenText(label) {
   element.before = (given) => text.append(h("span", { class: "given" }, given));
   element.add = (piece, found) => {
     const isWhole = found.map((token) => token.text).join("") === piece;
-    // Where tokens are parts of one character, or belong to a stop that is not shown, they stand together.
+    // Tokens that are parts of one character, or of a stop string that is not shown, are grouped.
     const groups = isWhole ? found.map((token) => [token.text, [token]]) : [[piece, found]];
     for (const [shown, group] of groups)
       if (group.length > 0 || shown) text.append(span(shown, group, tip.id, tokens === 0));
@@ -76,7 +76,7 @@ function span(shown, group, tipId, isFirst) {
   return made;
 }
 
-/** One tab stop for the whole text; inside it the arrows move. */
+/** One tab stop for the whole text; the arrow keys move inside it. */
 function move(event, text) {
   const all = [...text.querySelectorAll(".token")];
   const at = all.indexOf(document.activeElement);
@@ -107,7 +107,7 @@ function percent(logprob) {
   return `${p >= 99.95 ? "100" : p >= 0.1 ? p.toFixed(1) : p >= 0.001 ? p.toFixed(3) : "<0.001"} %`;
 }
 
-/** A token's text with what cannot be seen made visible. */
+/** A token's text with invisible characters made visible. */
 function visible(text) {
   return `“${text.replaceAll("\n", "↵").replaceAll("\t", "⇥")}”`;
 }

@@ -1,4 +1,4 @@
-"""Turns errors into HTTP responses. No other module of the service chooses a status code for an exception.
+"""Turns errors into HTTP responses. Only this module and `openai.errors` choose the status code of an exception.
 
 The body is `{"detail", "code", "category"}`, always with a Content-Length: official clients treat a 400 without one as
 a proxy's. 409 is never used: they retry it for minutes.

@@ -58,7 +58,7 @@ class Metrics:
             ["base_model"],
             registry=registry,
         )
-        self._checkpoints = Gauge("tinkex_checkpoints", "Checkpoints that are kept.", registry=registry)
+        self._checkpoints = Gauge("tinkex_checkpoints", "Checkpoints that are stored.", registry=registry)
         self._checkpoint_bytes = Gauge("tinkex_checkpoint_bytes", "Bytes of those checkpoints.", registry=registry)
         ProcessCollector(namespace="tinkex_server", registry=registry)
 
