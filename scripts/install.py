@@ -1,6 +1,7 @@
-"""Makes the project's environment: `python3 scripts/install.py .venv local`. Whatever is missing is one sentence.
+"""Makes the project's environment: `python3 scripts/install.py .venv local`. Says in one sentence what is missing.
 
-Runs on whatever Python the machine has, before anything is installed; so it is plain, and uses the library alone.
+It runs on any Python that the machine has, before anything is installed, so it uses the standard library alone.
+Why pip and not uv: docs/decisions/dependencies.md.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ LIMITS = "constraints.txt"
 
 
 def main(venv: Path, extras: str) -> int:
-    problem = missing(venv)
-    if problem:
-        print(f"Cannot set up {venv.name}: {problem}", file=sys.stderr)
+    reason = missing_reason(venv)
+    if reason:
+        print(f"Cannot set up {venv.name}: {reason}", file=sys.stderr)
         return 1
     print(
-        f"Setting up {venv.name} with what PyPI has (a few minutes the first time; torch is the large part).",
+        f"Setting up {venv.name} from PyPI (a few minutes the first time; torch is the large part).",
         flush=True,
     )
     if not (venv / "bin" / "pip").exists():  # an environment whose making was interrupted has python and no pip
-        made = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True)
-        if made.returncode:
-            print(f"Cannot set up {venv.name}: {last_words(made.stdout + made.stderr)}", file=sys.stderr)
+        done = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True)
+        if done.returncode:
+            print(f"Cannot set up {venv.name}: {last_line(done.stdout + done.stderr)}", file=sys.stderr)
             return 1
-    code, said = install(venv, extras, PINS)
-    if code and "No matching distribution found for ziglang" in said:
-        print("No C compiler here, and pip found none either: going on without the C kernels (slower).", flush=True)
+    code, output = install(venv, extras, PINS)
+    if code and "No matching distribution found for ziglang" in output:
+        print("No C compiler here, and pip found none either: installing without the C kernels (slower).", flush=True)
         os.environ["TINKEX_KERNELS"] = "none"
-        code, said = install(venv, extras, PINS)
-    if code and "No matching distribution found" in said:  # for this kind of machine, or for this Python
-        print(f"A release of {PINS} cannot be had here: taking the newest that fit instead.", flush=True)
-        code, said = install(venv, extras, LIMITS)
+        code, output = install(venv, extras, PINS)
+    if code and "No matching distribution found" in output:  # for this kind of machine, or for this Python
+        print(f"A release of {PINS} is not available here: installing the newest that fit instead.", flush=True)
+        code, output = install(venv, extras, LIMITS)
     if code:
-        print(f"Cannot set up {venv.name}: {explain(said)}\nThe last lines that pip wrote:", file=sys.stderr)
-        print("\n".join(said.splitlines()[-8:]), file=sys.stderr)
+        print(f"Cannot set up {venv.name}: {failure_reason(output)}\nThe last lines that pip wrote:", file=sys.stderr)
+        print("\n".join(output.splitlines()[-8:]), file=sys.stderr)
     return code
 
 
-def missing(venv: Path) -> str:
-    """What this machine lacks; empty if nothing."""
+def missing_reason(venv: Path) -> str:
+    """Return what this machine lacks; empty if nothing."""
     if sys.version_info < (3, 11):  # noqa: UP036 (it runs on whatever is there)
-        found = ".".join(map(str, sys.version_info[:3]))
-        return f"Python 3.11 or later is needed and this is {found}. Name another with `make PYTHON=python3.12 …`."
+        version = ".".join(map(str, sys.version_info[:3]))
+        return f"Python 3.11 or later is needed and this is {version}. Name another with `make PYTHON=python3.12 …`."
     try:
         import ensurepip  # noqa: F401
         import venv as _  # noqa: F401
@@ -65,48 +66,48 @@ def missing(venv: Path) -> str:
 
 
 def install(venv: Path, extras: str, constraints: str) -> tuple[int, str]:
-    """pip, with one line that says what it is at. Its exit code and all it wrote."""
+    """Run pip and show what it does in one line. Returns its exit code and its output."""
     command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-color"]
     command += ["--progress-bar", "off", "--constraint", constraints, "--editable", f".[{extras}]"]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     assert process.stdout is not None
-    said, is_live = [], sys.stdout.isatty()
+    lines, is_live = [], sys.stdout.isatty()
     for line in process.stdout:
-        said.append(line)
-        doing = step(line)
-        if doing and is_live:
-            print(f"\r  {doing[:70]:70}", end="", flush=True)
-        elif doing and ("MB" in doing or "installing" in doing):
-            print(f"  {doing}", flush=True)
+        lines.append(line)
+        activity = read_activity(line)
+        if activity and is_live:
+            print(f"\r  {activity[:70]:70}", end="", flush=True)
+        elif activity and ("MB" in activity or "installing" in activity):
+            print(f"  {activity}", flush=True)
     if is_live:
         print(f"\r{'':72}\r", end="", flush=True)
-    return process.wait(), "".join(said)
+    return process.wait(), "".join(lines)
 
 
-def step(line: str) -> str:
-    """What a line of pip's is about, in a few words; empty if it is nothing to show."""
-    found = re.match(r"\s*(?:Downloading|Using cached|Processing) (?:\S*/)?(\S+?)(?:-\d\S*)?(?: \((.+)\))?\s*$", line)
-    if found:
-        return f"fetching {found[1]}" + (f" ({found[2]})" if found[2] else "")
+def read_activity(line: str) -> str:
+    """Return what a line of pip's output reports, in a few words; empty if it is not worth showing."""
+    match = re.match(r"\s*(?:Downloading|Using cached|Processing) (?:\S*/)?(\S+?)(?:-\d\S*)?(?: \((.+)\))?\s*$", line)
+    if match:
+        return f"fetching {match[1]}" + (f" ({match[2]})" if match[2] else "")
     if line.startswith("Installing collected packages"):
         return f"installing {line.count(',') + 1} packages"
     return ""
 
 
-def explain(said: str) -> str:
-    """The cause, where pip's own words are known."""
-    if "No space left on device" in said:
+def failure_reason(output: str) -> str:
+    """Return why pip failed, if its output is a known one."""
+    if "No space left on device" in output:
         return "the disk is full. Free some space and run the same command again."
-    if re.search(r"NewConnectionError|Temporary failure in name resolution|Connection refused|timed out", said):
+    if re.search(r"NewConnectionError|Temporary failure in name resolution|Connection refused|timed out", output):
         return "PyPI cannot be reached. Check the network (or the proxy settings) and run the same command again."
     return "pip failed."
 
 
-def last_words(text: str) -> str:
+def last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1] if lines else "the environment could not be made."
+    return lines[-1] if lines else "the environment could not be created."
 
 
 if __name__ == "__main__":
@@ -115,4 +116,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(Path(os.path.abspath(sys.argv[1])), sys.argv[2]))
     except KeyboardInterrupt:
-        sys.exit("\nStopped. Run the same command again, and it goes on.")
+        sys.exit("\nStopped. Run the same command again to continue.")

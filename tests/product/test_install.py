@@ -1,4 +1,4 @@
-"""`scripts/install.py`: what a machine lacks is one sentence, and pip's progress is one line."""
+"""`scripts/install.py` says in one sentence what a machine lacks, and shows pip's progress in one line."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def install() -> ModuleType:
     return module
 
 
-def test_it_can_be_read_by_a_python_that_is_too_old() -> None:
+def test_a_python_that_is_too_old_can_parse_it() -> None:
     ast.parse(FILE.read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
-def test_an_old_python_is_told_which_one_is_needed(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_is_shown_the_version_it_needs(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
-    assert "3.11 or later is needed and this is 3.9.2" in install.missing(Path("nowhere"))
+    assert "3.11 or later is needed and this is 3.9.2" in install.missing_reason(Path("nowhere"))
 
 
-def test_a_full_disk_is_told_before_anything_is_fetched(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_the_download(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10, 9, 1_000_000_000))
-    assert "1.0 GB of disk are left and 3 GB are needed" in install.missing(Path("nowhere"))
+    assert "1.0 GB of disk are left and 3 GB are needed" in install.missing_reason(Path("nowhere"))
 
 
 def test_this_machine_lacks_nothing(install: ModuleType, tmp_path: Path) -> None:
-    assert install.missing(tmp_path) == ""
+    assert install.missing_reason(tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -56,31 +56,31 @@ def test_this_machine_lacks_nothing(install: ModuleType, tmp_path: Path) -> None
         ("Requirement already satisfied: x in y\n", ""),
     ],
 )
-def test_pips_lines_become_a_few_words(install: ModuleType, line: str, shown: str) -> None:
-    assert install.step(line) == shown
+def test_lines_of_pip_become_a_few_words(install: ModuleType, line: str, shown: str) -> None:
+    assert install.read_activity(line) == shown
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("output", "cause"),
     [
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("NewConnectionError: failed to establish", "PyPI cannot be reached"),
         ("something else", "pip failed"),
     ],
 )
-def test_a_failure_is_told_with_its_cause(install: ModuleType, said: str, cause: str) -> None:
-    assert cause in install.explain(said)
+def test_a_failure_is_reported_with_its_cause(install: ModuleType, output: str, cause: str) -> None:
+    assert cause in install.failure_reason(output)
 
 
-def test_releases_that_cannot_be_had_here_are_replaced_by_the_newest(
+def test_unavailable_releases_are_replaced_by_the_newest(
     install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "pip").touch()
-    answers = {"pins.txt": (1, "ERROR: No matching distribution found for x==1"), "constraints.txt": (0, "")}
-    monkeypatch.setattr(install, "install", lambda venv, extras, constraints: answers[constraints])
+    results = {"pins.txt": (1, "ERROR: No matching distribution found for x==1"), "constraints.txt": (0, "")}
+    monkeypatch.setattr(install, "install", lambda venv, extras, constraints: results[constraints])
     assert install.main(tmp_path, "local") == 0
-    assert "A release of pins.txt cannot be had here" in capsys.readouterr().out
+    assert "A release of pins.txt is not available here" in capsys.readouterr().out
 
 
 def test_every_tool_and_library_of_the_environment_is_pinned() -> None:

@@ -12,7 +12,6 @@ import datetime
 import functools
 import inspect
 import multiprocessing
-import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -90,7 +89,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, cls: type, name: str, seen: Callabl
     monkeypatch.setattr(cls, name, wrapper)
 
 
-# -- 1, 4: replaced methods -------------------------------------------------------------------------------------------
+# -- replaced methods --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", [CAPTURED, TRACED], ids=["capture", "trace"])
@@ -154,7 +153,7 @@ def test_log_probabilities_are_not_counted_as_samples_by_a_replaced_sample(
     assert calls == []
 
 
-# -- 3: what is awaited, and what comes of it -------------------------------------------------------------------------
+# -- what is awaited, and what comes of it -----------------------------------------------------------------------------
 
 
 def test_training_twins_give_a_future_and_sampling_twins_the_result(
@@ -190,7 +189,7 @@ def test_training_futures_show_an_inner_future_with_callbacks(training: Any, dat
     assert done.result(10) is future.result(timeout=10)
 
 
-# -- 5, 6: what is read from clients and values -----------------------------------------------------------------------
+# -- what is read from clients and values ------------------------------------------------------------------------------
 
 
 def test_clients_carry_the_ids_that_programs_read(client: Any, training: Any, service: ScriptedService) -> None:
@@ -214,7 +213,7 @@ def test_chunks_and_errors_are_told_apart_by_isinstance(tinker: ModuleType) -> N
     assert issubclass(tinker.RateLimitError, tinker.APIStatusError) and issubclass(tinker.APIError, tinker.TinkerError)
 
 
-# -- 7, 8: errors -----------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 class HttpxLike:
@@ -264,7 +263,7 @@ def test_a_prompt_over_the_context_is_refused_in_the_words_that_proxies_look_for
     assert re.search(r"10\s*prompt tokens\s*\+\s*8\s*max_tokens\s*>\s*16", str(caught.value), re.IGNORECASE)
 
 
-# -- 9, 11: values ----------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_datum_converts_what_it_is_given_and_is_frozen(tinker: ModuleType) -> None:
@@ -300,13 +299,7 @@ def test_two_dimensional_torch_targets_become_sparse(tinker: ModuleType) -> None
     assert torch.equal(datum.loss_fn_inputs["target_tokens"].to_torch(), dense)
 
 
-def test_appending_to_a_prompt_leaves_it_as_it_was(tinker: ModuleType) -> None:
-    prompt = tinker.ModelInput.empty()
-    longer = prompt.append(tinker.EncodedTextChunk(tokens=[1, 2])).append_int(3)
-    assert (prompt.length, longer.length, longer.to_ints()) == (0, 3, [1, 2, 3])
-
-
-# -- 10: across processes ---------------------------------------------------------------------------------------------
+# -- across processes --------------------------------------------------------------------------------------------------
 
 
 def sample_elsewhere(sampling: Any, prompt: Any, params: Any) -> list[int]:
@@ -321,12 +314,7 @@ def test_a_sampling_client_works_in_a_spawned_process(tinker: ModuleType, sampli
         assert len(done.result(60)) == 4
 
 
-def test_data_survive_pickling(tinker: ModuleType, datum: Any) -> None:
-    params = tinker.SamplingParams(max_tokens=3, stop=["\n"])
-    assert pickle.loads(pickle.dumps([datum, params])) == [datum, params]
-
-
-# -- 12: pipelining ---------------------------------------------------------------------------------------------------
+# -- pipelining --------------------------------------------------------------------------------------------------------
 
 
 def test_steps_submitted_before_any_was_awaited_run_in_the_order_of_the_calls(
@@ -348,13 +336,7 @@ def test_steps_submitted_before_any_was_awaited_run_in_the_order_of_the_calls(
     assert [seq for _, seq, _ in service.executed] == sorted(seq or 0 for _, seq, _ in service.executed)
 
 
-def test_a_step_may_be_given_as_a_plain_dict(training: Any, datum: Any, service: ScriptedService) -> None:
-    training.forward_backward([datum], "cross_entropy")
-    training.optim_step({"learning_rate": 1e-4}).result()
-    assert [op for _, _, op in service.executed] == ["forward_backward", "optim_step"]
-
-
-# -- 13, 14: what reaches the service ---------------------------------------------------------------------------------
+# -- what reaches the service ------------------------------------------------------------------------------------------
 
 
 def test_a_state_saved_without_a_ttl_is_kept(training: Any, service: ScriptedService) -> None:
