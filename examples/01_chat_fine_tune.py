@@ -1,4 +1,4 @@
-"""Fine-tune on conversations: the model's own chat template, and a loss on the assistant's words alone.
+"""Fine-tune on conversations, with the model's chat template and a loss on the assistant's tokens only.
 
 python examples/01_chat_fine_tune.py --model smollm2-135m --steps 20
 """
@@ -6,8 +6,8 @@ python examples/01_chat_fine_tune.py --model smollm2-135m --steps 20
 # %% [markdown]
 # # A first fine-tune
 #
-# Sixteen short conversations teach a model to talk like the help desk of a harbour. The loop is here, in your program;
-# the model is on a service. It is the one that `TINKER_BASE_URL` names, or else a private one on this machine.
+# Sixteen short conversations teach a model to talk like the help desk of a harbour. The training loop runs in your
+# program, the model on a service: the one in `TINKER_BASE_URL`, or else a private one on this machine.
 
 # %%
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL, STEPS, DATA = arguments.model, arguments.steps, Path(__file__).parent / "
 # %% [markdown]
 # ## The service
 #
-# A training client trains one adapter. The tokenizer comes from the service too, with the model's chat template.
+# A training client trains one adapter. The service also provides the tokenizer, with the model's chat template.
 
 # %%
 service = tinkex.ServiceClient() if "TINKER_BASE_URL" in os.environ else tinkex.local(MODEL)
@@ -40,9 +40,8 @@ tokenizer = training.get_tokenizer()
 # %% [markdown]
 # ## The data
 #
-# A conversation is rendered by the template, as it will be when the model is used. The model reads every token, but
-# only those of the last answer have weight 1. Position t of the input predicts target t: the same tokens, shifted by
-# one.
+# The template renders a conversation, as it will when the model is used. The model reads every token, but only those of
+# the last answer have weight 1. Position t of the input predicts target t: the same tokens, shifted by one.
 
 
 # %%
@@ -52,7 +51,7 @@ def render(messages: list[dict[str, str]], is_question: bool) -> str:
 
 def datum_of(messages: list[dict[str, str]]) -> tinkex.Datum:
     question = render(messages[:-1], is_question=True)
-    answer = render(messages, is_question=False).removeprefix(question)  # with the mark that ends a turn
+    answer = render(messages, is_question=False).removeprefix(question)  # includes the token that ends a turn
     prompt: list[int] = tokenizer.encode(question, add_special_tokens=False)
     reply: list[int] = tokenizer.encode(answer, add_special_tokens=False)
     return tinkex.Datum(
@@ -96,8 +95,8 @@ answers(service.create_sampling_client(base_model=MODEL))
 # %% [markdown]
 # ## Training
 #
-# Calls return at once and run in the order they were made. The loop waits for a step when the next one has been sent:
-# so the service always has work at hand. `tinkex.progress` counts the steps, shows one line about them and keeps their
+# Calls return at once and run in the order they were made. The loop sends the next step before it waits for the last
+# one, so the service always has work. `tinkex.progress` counts the steps, shows one line about them and records their
 # losses.
 
 # %%
@@ -115,7 +114,7 @@ print(progress.curve())
 # %% [markdown]
 # ## After
 #
-# The sampler has the weights as they are after everything called so far. A saved state can be trained on, another day.
+# The sampler has the weights after all calls so far. Training can continue from a saved state later.
 
 # %%
 answers(training.save_weights_and_get_sampling_client())

@@ -1,9 +1,11 @@
-"""Reinforcement learning with a reward that can be checked: sums, answered with a number and nothing else.
+"""Reinforcement learning with a reward that can be computed: sums, answered with a number and nothing else.
 
     python examples/02_reinforcement.py --model smollm2-135m --steps 15 --loss ppo
 
-Each step draws a group of answers to each question, scores them, and makes those likelier that scored above the mean of
-their group. The service is the one that TINKER_BASE_URL names, or else a private one on this machine.
+Each step samples a group of answers to each question, scores them, and makes the answers more likely that scored above
+the mean of their group.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class Rollout(NamedTuple):
 
 
 def reward_of(answer: str, right: int) -> float:
-    """Half a point for the share of digits in the answer, half for the number. No model judges: it is computed."""
+    """Return half a point for the share of digits in the answer and half for the right number; no model judges it."""
     digits = sum(letter.isascii() and letter.isdigit() for letter in answer)
     return 0.5 * digits / max(len(answer), 1) + 0.5 * (answer.strip() == str(right))
 
@@ -31,7 +33,7 @@ def reward_of(answer: str, right: int) -> float:
 def draw(
     sampler: tinkex.SamplingClient, tokenizer: Any, questions: list[tuple[int, int]], size: int, seed: int
 ) -> list[list[Rollout]]:
-    """A group of answers to each question. All are asked for before the first is waited for."""
+    """Return a group of answers to each question. All are requested before the first is waited for."""
     params = tinkex.SamplingParams(max_tokens=8, temperature=1.0, seed=seed, stop=[tokenizer.eos_token_id])
     prompts: list[list[int]] = []
     for a, b in questions:
@@ -49,7 +51,7 @@ def draw(
 
 
 def datum_of(rollout: Rollout, advantage: float) -> tinkex.Datum:
-    """The sampler's log-probabilities say how likely the answer was when it was drawn. A prompt has no advantage."""
+    """Return an answer with the log-probabilities it was sampled with. The prompt has no advantage."""
     tokens = rollout.prompt + rollout.sequence.tokens
     before = [0.0] * (len(rollout.prompt) - 1)
     return tinkex.Datum(
@@ -72,14 +74,14 @@ def main() -> None:
 
     dice = random.Random(0)
     questions: list[tuple[int, int]] = []
-    # importance_sampling takes one step with its samples. ppo may take two: it stops where a token has moved too far.
+    # importance_sampling uses its samples for one step. ppo may use them for two: it clips tokens that moved too far.
     passes = 2 if arguments.loss == "ppo" else 1
     with tinkex.ServiceClient() if "TINKER_BASE_URL" in os.environ else tinkex.local(arguments.model) as service:
         training = service.create_lora_training_client(arguments.model, rank=16)
         tokenizer = training.get_tokenizer()
         progress = tinkex.progress(training, steps=arguments.steps)
         for step in progress:
-            sampler = training.save_weights_and_get_sampling_client()  # the weights as they are now
+            sampler = training.save_weights_and_get_sampling_client()  # with the current weights
             questions = [(dice.randint(1, 9), dice.randint(1, 9)) for _ in range(8)]
             groups = draw(sampler, tokenizer, questions, size=8, seed=step)
 

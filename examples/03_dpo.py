@@ -1,9 +1,10 @@
-"""Direct preference optimisation (DPO), a loss of our own written in torch: short answers instead of flattery.
+"""Direct preference optimisation (DPO), a custom loss written in torch: short answers instead of flattery.
 
     python examples/03_dpo.py --model smollm2-135m --steps 10
 
-`forward_backward_custom` runs the function below in this program, between two passes on the service. The service is the
-one that TINKER_BASE_URL names, or else a private one on this machine.
+`forward_backward_custom` runs the function below in this program, between two passes on the service.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import tinkex
 
 DATA = Path(__file__).parent / "data" / "preferences.jsonl"
 BETA = 0.1
-"""How strongly the adapter is held to the model it started from: more holds it closer."""
+"""How strongly the adapter is held to the base model: a larger value holds it closer."""
 
 
 def datum_of(tokenizer: Any, question: str, answer: str) -> tinkex.Datum:
-    """Read everything, weigh the answer alone."""
+    """Return the whole text as a datum; only the answer has weight."""
     messages = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -36,12 +37,12 @@ def datum_of(tokenizer: Any, question: str, answer: str) -> tinkex.Datum:
 
 
 def with_reference(datum: tinkex.Datum, logprobs: tinkex.TensorData) -> tinkex.Datum:
-    """`reference` is a key of our own: it reaches the loss and is not sent."""
+    """Add the reference. Keys that the service does not know are passed to the loss and not sent."""
     return tinkex.Datum(datum.model_input, {**datum.loss_fn_inputs, "reference": logprobs})
 
 
 def dpo(data: list[tinkex.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    """−log σ(β·(gain of the chosen answer − gain of the rejected one)); the two take turns in `data`.
+    """−log σ(β·(gain of the chosen answer − gain of the rejected one)); the two alternate in `data`.
 
     A gain is how much likelier the answer is now than it was under the reference.
     """
@@ -67,7 +68,7 @@ def main() -> None:
         pairs = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
         data = [datum_of(tokenizer, pair["question"], pair[side]) for pair in pairs for side in ("chosen", "rejected")]
 
-        # A new adapter changes nothing yet: its log-probabilities are those of the model it starts from.
+        # A new adapter changes nothing yet: its log-probabilities are those of the base model.
         reference = training.forward(data, "cross_entropy").result()
         data = [
             with_reference(datum, output["logprobs"])
@@ -77,7 +78,7 @@ def main() -> None:
         progress = tinkex.progress(training, steps=arguments.steps)
         for _ in progress:
             forward_backward = training.forward_backward_custom(data, dpo)
-            optim_step = training.optim_step(tinkex.AdamParams(learning_rate=5e-4))  # waits for the loss by itself
+            optim_step = training.optim_step(tinkex.AdamParams(learning_rate=5e-4))  # the SDK sends it after the loss
             metrics = forward_backward.result().metrics
             optim_step.result()
             progress.note(margin=metrics["margin"], accuracy=metrics["accuracy"])

@@ -1,11 +1,12 @@
-"""Distillation of a prompt: the student learns to answer as the teacher does that has read instructions first.
+"""Distillation of a prompt: the student learns to answer like a teacher that has read instructions first.
 
     python examples/04_distillation.py --model smollm2-135m --steps 20
 
-The teacher is the same model with a system message. It writes answers, then tells for each of their tokens which K
-tokens it thought likeliest (top-k prompt log-probabilities). Those are the student's targets: not one right token per
-position, but K with their probabilities. The service is the one that TINKER_BASE_URL names, or else a private one on
-this machine.
+The teacher is the same model with a system message. It writes answers, then reports the K most likely tokens at
+each position (top-k prompt log-probabilities). These are the student's targets: not one right token per position, but K
+tokens with their probabilities.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ QUESTIONS = [
 class Lesson(NamedTuple):
     datum: tinkex.Datum
     entropy: float
-    """What is left of the loss when the student agrees with the teacher entirely."""
+    """Return the loss that is left when the student agrees with the teacher entirely."""
     positions: int
 
 
@@ -63,7 +64,7 @@ def lessons_of(teacher: tinkex.SamplingClient, tokenizer: Any) -> list[Lesson]:
 
 
 def lesson_of(prompt: list[int], answer: list[int], rows: list[list[tuple[int, float]] | None]) -> Lesson:
-    """Targets and weights of K columns. The student's prompt weighs 0; the teacher's K shares sum to 1 per position."""
+    """Return targets and weights with K columns. The prompt has weight 0; the K weights sum to 1 per position."""
     tokens = prompt + answer
     targets = [[token] + [0] * (K - 1) for token in prompt[1:]]
     weights = [[0.0] * K for _ in prompt[1:]]
@@ -104,7 +105,7 @@ def main() -> None:
             forward_backward = training.forward_backward([lesson.datum for lesson in lessons], "cross_entropy")
             training.optim_step(tinkex.AdamParams(learning_rate=1e-3)).result()
             loss = forward_backward.result().metrics["loss:sum"]
-            # Cross-entropy less entropy is the Kullback-Leibler divergence: 0 when the student agrees entirely.
+            # Cross-entropy minus entropy is the Kullback-Leibler divergence: 0 when the student agrees entirely.
             progress.note(divergence=(loss - entropy) / positions)
         print(progress.curve("divergence"))
 

@@ -1,9 +1,10 @@
-"""Several adapters at once: a sweep over learning rates and ranks, all in flight together.
+"""Several adapters at once: a sweep over learning rates and ranks, all trained concurrently.
 
     python examples/05_many_adapters.py --model smollm2-135m --steps 10
 
-Each adapter is a training client of its own and has an order of its own; the service takes turns between them. The
-service is the one that TINKER_BASE_URL names, or else a private one on this machine.
+Each adapter has its own training client and its own order of operations; the service alternates between them.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ async def train(service: tinkex.ServiceClient, model: str, steps: int, rank: int
             passes.append(training.forward_backward(data, "cross_entropy"))
             training.optim_step(tinkex.AdamParams(learning_rate=learning_rate))
     losses = [(await done).metrics["loss:sum"] / tokens for done in passes]
-    await training.unload_model()  # the service may forget it: nothing of it was saved
+    await training.unload_model()  # frees the adapter; nothing of it was saved
     return Outcome(rank, learning_rate, losses[0], losses[-1])
 
 

@@ -1,10 +1,12 @@
-"""Resume after a crash: the training process is killed in the middle, the run goes on, and nothing is different.
+"""Resume after a crash: the training process is killed in the middle, continues, and gives the same result.
 
     python examples/06_resume.py --model smollm2-135m --steps 12
 
-`train` is what a program of yours would look like: it saves its state every few steps, writes down where, and goes on
-from there when it is started again. `main` has it killed in a process of its own, starts it again, and compares with a
-run that nobody disturbed. The service is the one that TINKER_BASE_URL names, or else a private one on this machine.
+`train` is what your own program would look like: it saves its state every few steps, notes the path, and continues from
+there when it is started again. `main` kills it in a separate process, starts it again, and compares the result with an
+undisturbed run.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TEXTS = [
     "Keep the lighthouse on the left.",
 ]
 EVERY = 4
-"""Steps between two saved states. A crash costs less than that many."""
+"""Steps between two saved states. A crash loses fewer steps than that."""
 
 
 def datum_of(tokenizer: Any, text: str) -> tinkex.Datum:
@@ -40,11 +42,11 @@ def datum_of(tokenizer: Any, text: str) -> tinkex.Datum:
 
 
 def train(service: tinkex.ServiceClient, model: str, steps: int, notes: Path, killed_in: int = -1) -> list[float]:
-    """Train to the end from wherever the notes say the run is. Gives what the run thinks of its data in the end."""
+    """Train to the end from the step in the notes. Returns the log-probabilities of the data at the end."""
     done = 0
     if notes.exists():
         saved = json.loads(notes.read_text())
-        # Weights, optimizer, rank and trained parts: all as they were when the state was saved.
+        # Weights, optimizer, rank and trained layers are those of the saved state.
         training = service.create_training_client_from_state_with_optimizer(saved["path"])
         done = saved["steps"]
         print(f"going on after step {done}")
@@ -53,23 +55,23 @@ def train(service: tinkex.ServiceClient, model: str, steps: int, notes: Path, ki
     data = [datum_of(training.get_tokenizer(), text) for text in TEXTS]
 
     for step in tinkex.progress(training, steps=steps, start=done):
-        # What a step learns from depends on its number alone, so that a repeated step is the same step.
+        # The data of a step depends only on its number, so a repeated step is the same step.
         forward_backward = training.forward_backward([data[step % len(data)]], "cross_entropy")
         if step == killed_in:
             forward_backward.result()
-            os.kill(os.getpid(), signal.SIGKILL)  # no goodbye, nothing saved
+            os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, nothing saved
         training.optim_step(tinkex.AdamParams(learning_rate=1e-3)).result()
         if (step + 1) % EVERY == 0:
             state = training.save_state(f"step-{step + 1}", ttl_seconds=24 * 3600).result()
             part = notes.with_suffix(".part")
             part.write_text(json.dumps({"path": state.path, "steps": step + 1}))
-            part.replace(notes)  # the notes are the old ones or the new ones, never half of them
+            part.replace(notes)  # atomic: the file has the old notes or the new ones
     outputs = training.forward(data, "cross_entropy").result().loss_fn_outputs
     return [logprob for output in outputs for logprob in output["logprobs"].tolist()]
 
 
 def train_and_be_killed(service: tinkex.ServiceClient, model: str, steps: int, notes: Path) -> None:
-    """The same `train` in a process of its own."""
+    """Run `train` in a separate process."""
     config = service.holder.config  # address and key of the service, wherever it is
     child = subprocess.run(
         [sys.executable, __file__, f"--model={model}", f"--steps={steps}", f"--notes={notes}"],

@@ -1,10 +1,11 @@
-"""Evaluation while training: held-out loss and exact match every few steps, while the steps go on.
+"""Evaluation while training: held-out loss and exact match every few steps, while training continues.
 
     python examples/07_evaluate.py --model smollm2-135m --steps 24
 
-Operations of a training client run in the order they were called. A `forward` or a sampler that is asked for after step
-8 has the weights of step 8, however much was called behind it, so no step has to wait for an evaluation. The service is
-the one that TINKER_BASE_URL names, or else a private one on this machine.
+Operations of a training client run in the order they were called. A `forward` or a sampler that is requested after step
+8 has the weights of step 8, whatever is called after it, so no step has to wait for an evaluation.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def question_of(tokenizer: Any, number: int) -> Question:
 def evaluation(
     step: int, training: tinkex.TrainingClient, tokenizer: Any, held_out: list[Question]
 ) -> asyncio.Task[Score]:
-    """Called between two steps: that is the place of these two in the order. What comes of them is not waited for."""
+    """Send an evaluation between two steps, without waiting: the order of the calls determines its weights."""
     forward = training.forward([question.datum for question in held_out], "cross_entropy")
     saved = training.save_weights_and_get_sampling_client_submit()
     return asyncio.create_task(score_of(step, tokenizer, held_out, forward, saved))
@@ -61,7 +62,7 @@ async def score_of(
     forward: tinkex.APIFuture[tinkex.ForwardBackwardOutput],
     saved: tinkex.APIFuture[tinkex.SamplingClient],
 ) -> Score:
-    """Waits, samples and compares beside the loop."""
+    """Wait, sample and compare concurrently with the loop."""
     weight = sum(sum(question.datum.loss_fn_inputs["weights"].tolist()) for question in held_out)
     loss = (await forward).metrics["loss:sum"] / weight
     sampler = await saved

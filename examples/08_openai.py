@@ -1,9 +1,11 @@
-"""The OpenAI-compatible endpoint: base model and adapter with the `openai` package, streamed, with log-probabilities.
+"""The OpenAI-compatible endpoint: use base model and adapter with the `openai` package, with streaming and logprobs.
 
     python examples/08_openai.py --model smollm2-135m --steps 15
 
-Needs `pip install openai`. Programs that speak to OpenAI speak to what you trained: another address, and the adapter's
-path as the model. The service is the one that TINKER_BASE_URL names, or else a private one on this machine.
+Needs `pip install openai`. Programs for the OpenAI API can use your adapter: set another address, and the
+adapter's path as the model.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def teach(training: tinkex.TrainingClient, steps: int) -> None:
 
 
 def ask(client: openai.OpenAI, model: str) -> None:
-    """The whole answer at once. The service renders the messages with the model's own chat template."""
+    """Get the whole answer at once. The service renders the messages with the model's chat template."""
     answer = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=48, temperature=0, logprobs=True
     )
@@ -49,7 +51,7 @@ def ask(client: openai.OpenAI, model: str) -> None:
 
 
 def stream(client: openai.OpenAI, model: str) -> None:
-    """Piece by piece, as it is made."""
+    """Get the answer piece by piece."""
     chunks = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=48, temperature=0, stream=True
     )

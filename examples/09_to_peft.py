@@ -2,7 +2,9 @@
 
     python examples/09_to_peft.py --model smollm2-135m --steps 10
 
-Needs `pip install peft`. The service is the one that TINKER_BASE_URL names, or else a private one on this machine.
+Needs `pip install peft`.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ TEXT = "Every ship that leaves the harbour carries a lamp, a log and a loaf of b
 
 
 def logprobs_of(model: Any, tokens: list[int]) -> list[float]:
-    """The log-probability of each token after the first, computed by transformers and PEFT alone."""
+    """Return the log-probability of each token after the first, computed with transformers and PEFT only."""
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, :-1].float()
     found = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(tokens[1:]).unsqueeze(1))
@@ -40,7 +42,7 @@ def main() -> None:
         tinkex.ServiceClient() if "TINKER_BASE_URL" in os.environ else tinkex.local(model) as service,
         tempfile.TemporaryDirectory() as folder,
     ):
-        training = service.create_lora_training_client(model, rank=8, train_unembed=False)  # as vLLM wants it
+        training = service.create_lora_training_client(model, rank=8, train_unembed=False)  # for vLLM
         tokens: list[int] = training.get_tokenizer().encode(TEXT, add_special_tokens=False)
         datum = tinkex.Datum(
             tinkex.ModelInput.from_ints(tokens[:-1]),
@@ -51,7 +53,7 @@ def main() -> None:
             training.optim_step(tinkex.AdamParams(learning_rate=1e-3))
         ours: list[float] = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
 
-        # For PEFT and vLLM; `tinkex export PATH --merge --out FOLDER` writes a whole model instead, without an adapter.
+        # For PEFT and vLLM. `tinkex export PATH --merge --out FOLDER` writes a merged model instead.
         path = training.save_weights_for_sampler("to-peft", ttl_seconds=3600).result().path
         files = download_checkpoint(service.create_rest_client(), path, folder).result()
         print(f"downloaded {', '.join(sorted(file.name for file in files))}")

@@ -2,9 +2,10 @@
 
     python examples/10_sampling.py --model smollm2-135m --prompts 40
 
-No semaphore is needed: the SDK sends as many as the service takes. A 429 slows all samplers of the key down and fails
-none; a sample that fails for good fails alone. The service is the one that TINKER_BASE_URL names, or else a private one
-on this machine.
+No semaphore is needed: the SDK sends as many requests as the service accepts. A 429 slows down all samplers of the key
+and fails none of them; a sample that fails does not affect the others.
+
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ async def main() -> None:
             f"{stats['requests']} requests, {stats['retries']} retries, told to slow down {stats['rate_limited']} times"
         )
 
-        # On a service that does not announce streaming, the sample comes as one last chunk.
+        # If the service does not announce streaming, the sample arrives as one last chunk.
         stream = sampler.stream(prompts[0], params)
         print(texts[0], end="", flush=True)
-        async for chunk in stream:  # or `for`; either way once
+        async for chunk in stream:  # or `for`; a stream can be read once
             print(f"|{tokenizer.decode(chunk.tokens)}", end="", flush=True)
             if chunk.stop_reason:
                 print(f" ({chunk.stop_reason})")
-        if stream.response is not None:  # the whole answer, as sample() gives it
+        if stream.response is not None:  # the complete response, as sample() returns it
             sequence = stream.response.sequences[0]
             mean = sum(sequence.logprobs or []) / len(sequence.tokens)
             print(f"{len(sequence.tokens)} tokens, mean log-probability {mean:.3f}")

@@ -1,8 +1,8 @@
-"""Checkpoints: save, go on later with the optimizer's state, list, let expire, delete.
+"""Checkpoints: save them, continue training with the optimizer's state, list, expire and delete them.
 
     python examples/11_checkpoints.py --model smollm2-135m
 
-The service is the one that TINKER_BASE_URL names, or else a private one on this machine. `tinkex.local(model,
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine. `tinkex.local(model,
 data_dir=FOLDER)` keeps what is saved after the program has ended.
 """
 
@@ -36,12 +36,12 @@ def main() -> None:
         training = service.create_lora_training_client(model, rank=16, user_metadata={"purpose": "example"})
         print(f"loss {step(training):.3f}")
 
-        # Two kinds: state to train on (weights and optimizer), and weights to sample from.
+        # Two kinds: state to continue training (weights and optimizer), and weights to sample from.
         state = training.save_state("after-step-1", ttl_seconds=7 * DAY).result()
         for_sampling = training.save_weights_for_sampler("after-step-1", ttl_seconds=DAY).result()
         print(f"saved {state.path}")
 
-        # A new client, as in another program: rank, trained parts and optimizer are those that were saved.
+        # A new client, as in another program: rank, trained layers and optimizer are those of the checkpoint.
         resumed = service.create_training_client_from_state_with_optimizer(state.path)
         print(f"resumed, loss {step(resumed):.3f}")
 
@@ -51,7 +51,7 @@ def main() -> None:
         print(f"sampled {answer.sequences[0].tokens}")
 
         rest = service.create_rest_client()
-        rest.set_checkpoint_ttl_from_tinker_path(state.path, None).result()  # keep it after all
+        rest.set_checkpoint_ttl_from_tinker_path(state.path, None).result()  # never expire
         for saved in rest.list_checkpoints(training.model_id).result().checkpoints:
             until = "for good" if saved.expires_at is None else f"until {saved.expires_at:%Y-%m-%d}"
             print(f"{saved.checkpoint_id} ({saved.checkpoint_type}) is kept {until}")

@@ -1,8 +1,8 @@
-"""What is going on: events, statistics, a future's status, and why the service lets work wait.
+"""Observe the SDK: events, statistics, the status of a future, and why the service makes work wait.
 
     python examples/12_watch.py --model smollm2-135m
 
-The service is the one that TINKER_BASE_URL names, or else a private one on this machine.
+Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="as the service names it")
     model = parser.parse_args().model
 
-    # Listeners and observers run on the SDK's own thread: they must be quick and must not wait for the SDK.
+    # Listeners and observers run on the SDK's thread: they must be quick and must not wait for the SDK.
     steps: list[StepEvent] = []
     retries: list[RetryEvent] = []
     waits: list[tuple[str, str | None]] = []
@@ -33,7 +33,7 @@ def main() -> None:
         )
         future = training.forward_backward([datum], "cross_entropy")
         try:
-            future.result(timeout=0.001)  # a waiter's timeout does not touch the work
+            future.result(timeout=0.001)  # a timeout of the caller does not cancel the work
         except TimeoutError:
             print(f"still {future.status().state}")
         print(f"loss {future.result().metrics['loss:sum']:.3f}")

@@ -57,7 +57,7 @@ def servers_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_demo_trains_draws_its_curve_saves_the_adapter_and_says_what_to_do_next(tmp_path: Path) -> None:
+def test_the_demo_trains_draws_a_curve_saves_the_adapter_and_says_what_to_do_next(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     said = run(folder, "--steps", "3")
     assert "3 steps of 8 examples" in said and "loss per token" in said
@@ -70,7 +70,7 @@ def test_the_demo_trains_draws_its_curve_saves_the_adapter_and_says_what_to_do_n
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on_with_the_same_run(tmp_path: Path) -> None:
+def test_after_ctrl_c_nothing_is_running_and_the_next_demo_continues_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     interrupted(folder, "step ", "--steps", "60")
     assert not servers_of(folder)
@@ -81,7 +81,7 @@ def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on_with_the_same_ru
 
 
 @pytest.mark.full
-def test_the_second_demo_learns_by_reward_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+def test_the_second_demo_learns_from_rewards_and_continues_after_ctrl_c(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     interrupted(folder, "step ", "--rl", "--steps", "40")
     said = run(folder, "--rl", "--steps", "40")
@@ -89,15 +89,13 @@ def test_the_second_demo_learns_by_reward_and_goes_on_after_ctrl_c(tmp_path: Pat
     assert re.search(r"Mean reward \d\.\d\d in the first 5 steps", said)
 
 
-def test_a_full_disk_is_one_sentence_before_anything_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_sentence_before_any_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "NEEDED_BYTES", 10**18)
     with pytest.raises(TinkexError, match=r"GB left and the demo needs .* --folder"):
         supervised.run(Stage(tmp_path, "tinkex/tiny", 0, 1))
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TinkexError, match="--folder"):
         supervised.run(Stage(tmp_path / "file" / "demo", "tinkex/tiny", 0, 1))

@@ -87,7 +87,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
-def test_one_message_in_one_answer_out(run: Tinkex, speaker: Speaker, says: Any) -> None:
+def test_one_message_on_stdin_gets_one_reply(run: Tinkex, speaker: Speaker, says: Any) -> None:
     speaker.answers = [(200, [chunk("Hel"), chunk("lo"), chunk("", "stop"), "[DONE]"])]
     says("Hi there\n")
     ran = run("chat", "--system", "Be kind.", "--temperature", "0", "--seed", "7")
@@ -105,7 +105,7 @@ def test_one_message_in_one_answer_out(run: Tinkex, speaker: Speaker, says: Any)
     assert speaker.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
-def test_as_json_the_answer_says_why_it_ended(run: Tinkex, speaker: Speaker, says: Any) -> None:
+def test_a_json_reply_says_why_it_ended(run: Tinkex, speaker: Speaker, says: Any) -> None:
     speaker.answers = [(200, [chunk("Hel", "length"), "[DONE]"])]
     says("Hi")
     ran = run("chat", "one", "-o", "json")
@@ -113,7 +113,7 @@ def test_as_json_the_answer_says_why_it_ended(run: Tinkex, speaker: Speaker, say
     assert "temperature" not in speaker.heard[0], "what was not given is left to the service"
 
 
-def test_the_only_model_is_meant_if_none_is_named(run: Tinkex, speaker: Speaker, says: Any) -> None:
+def test_without_a_name_the_only_model_is_used(run: Tinkex, speaker: Speaker, says: Any) -> None:
     speaker.models = [*MODELS, {"model_name": "org/two"}, {"model_name": "org/mute", "sampleable": False}]
     says("Hi")
     ran = run("chat")
@@ -130,9 +130,7 @@ def test_latest_is_the_newest_checkpoint_for_sampling(run: Tinkex, service: Scri
     assert "There is no checkpoint to chat with" in run("chat", "latest").err
 
 
-def test_a_checkpoint_that_cannot_be_sampled_is_refused_with_where_to_look(
-    run: Tinkex, saved: Saved, says: Any
-) -> None:
+def test_a_checkpoint_that_cannot_be_sampled_is_rejected_with_advice(run: Tinkex, saved: Saved, says: Any) -> None:
     says("Hi")
     ran = run("chat", saved.state)
     assert ran.code == 1 and "sampler_weights" in ran.err and "tinkex checkpoint list" in ran.err
@@ -148,7 +146,7 @@ def test_a_checkpoint_that_cannot_be_sampled_is_refused_with_where_to_look(
         ((200, ["[1, 2]"]), "The stream brought no text"),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_is_one_sentence(
+def test_an_error_is_one_sentence(
     run: Tinkex, speaker: Speaker, says: Any, answer: tuple[int, list[str]], said: str
 ) -> None:
     speaker.answers = [answer]
@@ -158,7 +156,7 @@ def test_what_goes_wrong_is_one_sentence(
     assert said in ran.err and len(ran.err.splitlines()) == 1 and KEY not in ran.err
 
 
-def test_no_message_is_said_so(run: Tinkex, speaker: Speaker, says: Any) -> None:
+def test_an_empty_message_is_rejected(run: Tinkex, speaker: Speaker, says: Any) -> None:
     says("\n")
     assert run("chat").err.startswith("tinkex: There is no message on stdin.")
 
@@ -169,7 +167,7 @@ def test_a_temperature_is_a_number_from_0(run: Tinkex, value: str) -> None:
     assert ran.code == 2 and "is not a temperature" in ran.err
 
 
-def test_a_conversation_is_kept_and_obeys_its_commands(speaker: Speaker, tmp_path: Path) -> None:
+def test_a_conversation_keeps_its_messages_and_runs_slash_commands(speaker: Speaker, tmp_path: Path) -> None:
     full = '{"error": {"message": "too long", "code": "context_length_exceeded"}}'
     file = tmp_path / "talk.json"
     with Terminal("chat") as terminal:
@@ -205,7 +203,7 @@ def test_a_conversation_is_kept_and_obeys_its_commands(speaker: Speaker, tmp_pat
     assert [message["role"] for message in json.loads(file.read_text())["messages"]] == ["user", "assistant"] * 2
 
 
-def test_a_file_that_is_there_already_is_not_written_over(speaker: Speaker, tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(speaker: Speaker, tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("mine")
     with Terminal("chat") as terminal:
@@ -221,7 +219,7 @@ def test_a_file_that_is_there_already_is_not_written_over(speaker: Speaker, tmp_
     assert file.read_text() == "mine"
 
 
-def test_what_a_model_writes_cannot_drive_the_terminal(speaker: Speaker) -> None:
+def test_a_models_text_cannot_control_the_terminal(speaker: Speaker) -> None:
     speaker.answers = [(200, [chunk("a\x1b[2Jb\x07c"), chunk("", "stop"), "[DONE]"])]
     with Terminal("chat") as terminal:
         terminal.wait_for("> ")

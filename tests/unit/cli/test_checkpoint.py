@@ -79,7 +79,7 @@ def test_list_can_be_limited_to_what_expires_soon(run: Tinkex, saved: Saved) -> 
     assert listed("47h") == []
 
 
-def test_a_limit_is_kept_and_the_rest_is_announced(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
+def test_a_limit_applies_and_the_rest_is_mentioned(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
     ran = run("checkpoint", "list", "--limit", "1")
     assert len(ran.out.splitlines()) == 2
     assert "--limit 0 shows all" in ran.err
@@ -113,13 +113,13 @@ def test_info_works_without_weights_info_and_without_a_size(run: Tinkex, service
     assert "size     –" in shown.out
 
 
-def test_info_of_nothing_says_what_there_is(run: Tinkex, saved: Saved) -> None:
+def test_info_of_an_unknown_checkpoint_says_how_to_list_them(run: Tinkex, saved: Saved) -> None:
     ran = run("checkpoint", "info", saved.state.replace("0001", "0002"))
     assert ran.code == 1
     assert f"tinkex checkpoint list --run-id {saved.run_id}" in ran.err
 
 
-def test_a_bad_path_is_refused_before_anything_is_sent(run: Tinkex, service: ScriptedService) -> None:
+def test_a_bad_path_is_rejected_before_anything_is_sent(run: Tinkex, service: ScriptedService) -> None:
     for words in (["info"], ["publish"], ["delete", "-y"], ["download"]):
         ran = run("checkpoint", *words, "tinker://only-a-run")
         assert ran.code == 1
@@ -156,7 +156,7 @@ def test_delete_takes_a_run(run: Tinkex, service: ScriptedService, saved: Saved)
     assert list(service.checkpoints) == [other.state, other.sampler]
 
 
-def test_delete_goes_on_past_a_failure_and_names_it(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
+def test_delete_continues_after_a_failure_and_names_it(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
     gone = "tinker://nobody/weights/nothing"
     ran = run("checkpoint", "delete", "-y", gone, saved.state)
     assert ran.code == 1
@@ -171,7 +171,7 @@ def test_delete_needs_paths_or_a_run(run: Tinkex, service: ScriptedService, word
     assert service.requests == []
 
 
-def test_delete_refuses_where_nobody_can_be_asked(
+def test_delete_without_a_terminal_needs_a_flag(
     run: Tinkex, service: ScriptedService, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
@@ -182,7 +182,7 @@ def test_delete_refuses_where_nobody_can_be_asked(
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y\n", 1), ("yes\n", 1), ("n\n", 2), ("\n", 2), ("", 2)])
-def test_delete_asks_and_only_a_yes_is_a_yes(
+def test_delete_asks_and_accepts_only_yes(
     run: Tinkex,
     service: ScriptedService,
     saved: Saved,
@@ -201,7 +201,7 @@ def test_delete_asks_and_only_a_yes_is_a_yes(
 # -- download ---------------------------------------------------------------------------------------------------------
 
 
-def test_download_makes_a_folder_of_its_own_and_names_the_files(run: Tinkex, saved: Saved, tmp_path: Path) -> None:
+def test_download_creates_a_folder_and_prints_the_files(run: Tinkex, saved: Saved, tmp_path: Path) -> None:
     ran = run("checkpoint", "download", saved.state, "-d", str(tmp_path))
     assert ran.code == 0
     folder = tmp_path / f"{saved.run_id.replace(':', '_')}_weights_0001"

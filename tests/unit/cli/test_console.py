@@ -53,7 +53,7 @@ def browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Browser:
     return made
 
 
-def test_a_service_without_keys_is_opened_as_it_is(run: Tinkex, service: ScriptedService, browser: Browser) -> None:
+def test_a_console_without_keys_is_opened_directly(run: Tinkex, service: ScriptedService, browser: Browser) -> None:
     ran = run("console")
     assert (ran.code, ran.out, ran.err) == (0, f"{service.url}/\n", "")
     assert browser.went == (f"{service.url}/", f"{service.url}/")
@@ -77,9 +77,7 @@ def test_the_key_reaches_the_browser_and_neither_the_screen_nor_its_command_line
     assert run("console", "--no-browser").err == "The page asks for your API key.\n"
 
 
-def test_the_way_of_the_key_is_open_once_and_then_closed(
-    run: Tinkex, service: ScriptedService, browser: Browser
-) -> None:
+def test_the_key_can_be_fetched_once_only(run: Tinkex, service: ScriptedService, browser: Browser) -> None:
     service.script.on("service_state", do=Answer(WITH_KEYS))
     run("console")
     port = int(browser.went[0].split(":")[2].split("/")[0])
@@ -87,7 +85,7 @@ def test_the_way_of_the_key_is_open_once_and_then_closed(
         socket.create_connection(("127.0.0.1", port), 1).close()
 
 
-def test_without_an_address_this_machines_service_is_meant_and_the_key_of_the_hosted_one_stays_here(
+def test_without_an_address_the_local_service_is_opened_and_gets_no_key(
     run: Tinkex, service: ScriptedService, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TINKER_BASE_URL")
@@ -99,7 +97,7 @@ def test_without_an_address_this_machines_service_is_meant_and_the_key_of_the_ho
     assert not any(KEY in str(request.headers) for request in service.requests)
 
 
-def test_nobody_there_says_how_to_start_a_service(
+def test_without_a_service_it_says_how_to_start_one(
     run: Tinkex, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -113,9 +111,7 @@ def test_nobody_there_says_how_to_start_a_service(
     )
 
 
-def test_a_service_that_is_not_ours_has_no_console(
-    run: Tinkex, browser: Browser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_vendors_service_has_no_console(run: Tinkex, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedService(api_key=KEY, missing={"service_state"}) as hosted:
         monkeypatch.setenv("TINKER_BASE_URL", hosted.url)
         monkeypatch.setenv("TINKER_API_KEY", KEY)
@@ -124,7 +120,7 @@ def test_a_service_that_is_not_ours_has_no_console(
     assert "has no console" in ran.err and "tinkex serve" in ran.err
 
 
-def test_where_no_browser_can_be_started_the_address_is_enough(
+def test_without_a_browser_the_address_is_printed(
     run: Tinkex, service: ScriptedService, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import webbrowser

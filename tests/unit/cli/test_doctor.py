@@ -29,7 +29,7 @@ def failures(ran: Ran) -> list[str]:
     return [check for check, finding in findings(ran).items() if finding["status"] == "FAIL"]
 
 
-def test_all_is_well(run: Tinkex, service: ScriptedService) -> None:
+def test_a_healthy_service_passes_all_checks(run: Tinkex, service: ScriptedService) -> None:
     ran = run("doctor")
     assert ran.code == 0
     assert ran.out.endswith("No errors found.\n")
@@ -38,7 +38,7 @@ def test_all_is_well(run: Tinkex, service: ScriptedService) -> None:
     assert "FAIL" not in ran.out
 
 
-def test_json_says_the_same(run: Tinkex, service: ScriptedService) -> None:
+def test_json_has_the_same_findings(run: Tinkex, service: ScriptedService) -> None:
     ran = run("doctor", "-o", "json")
     assert ran.code == 0
     assert ran.json["ok"] is True
@@ -99,7 +99,7 @@ def test_no_key_is_needed_on_this_machine(run: Tinkex) -> None:
     assert "none needed on this machine" in ran.out
 
 
-def test_a_missing_key_is_found_and_the_rest_is_looked_at(
+def test_a_missing_key_is_reported_and_the_rest_is_checked(
     run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TINKER_API_KEY")
@@ -111,21 +111,21 @@ def test_a_missing_key_is_found_and_the_rest_is_looked_at(
     assert findings(ran)["HTTP"]["status"] == "ok"
 
 
-def test_a_refused_key_fails(run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_key_fails(run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
     ran = run("doctor", "-o", "json")
     assert ran.code == 1
     assert any("TINKER_API_KEY" in finding["remedy"] for finding in findings(ran).values())
 
 
-def test_a_key_that_only_the_account_refuses_fails(run: Tinkex, service: ScriptedService) -> None:
+def test_a_key_that_only_protected_calls_reject_fails(run: Tinkex, service: ScriptedService) -> None:
     service.script.on("list_training_runs", do=Status(401))
     ran = run("doctor", "-o", "json")
     assert failures(ran) == ["key"]
     assert findings(ran)["key"]["detail"] == "rejected (HTTP 401)"
 
 
-def test_bad_settings_stop_the_visit(run: Tinkex) -> None:
+def test_bad_settings_stop_the_checks(run: Tinkex) -> None:
     ran = run("doctor", "--base-url", "ftp://somewhere", "-o", "json")
     assert ran.code == 1
     assert "ftp://somewhere" in findings(ran)["settings"]["detail"]
@@ -147,19 +147,19 @@ def test_a_closed_port_fails_at_tcp(run: Tinkex, service: ScriptedService) -> No
     assert "Is the service running" in findings(ran)["TCP"]["remedy"]
 
 
-def test_something_that_is_no_http_fails_at_http(run: Tinkex, service: ScriptedService) -> None:
+def test_a_server_that_is_not_http_fails_at_http(run: Tinkex, service: ScriptedService) -> None:
     service.script.on("*", do=Drop())
     ran = run("doctor", "-o", "json")
     assert failures(ran) == ["HTTP"]
     assert len(service.requests) == 1
 
 
-def test_a_service_that_is_not_well_fails(run: Tinkex, service: ScriptedService) -> None:
+def test_an_unhealthy_service_fails(run: Tinkex, service: ScriptedService) -> None:
     service.script.on("healthz", do=Status(503))
     assert failures(run("doctor", "-o", "json")) == ["HTTP"]
 
 
-def test_a_service_without_a_health_check_is_well(run: Tinkex) -> None:
+def test_a_service_without_a_health_check_passes(run: Tinkex) -> None:
     with ScriptedService(missing=("healthz",)) as service:
         assert run("doctor", "--base-url", service.url).code == 0
 
@@ -192,7 +192,7 @@ def test_an_old_service_speaks_json(run: Tinkex) -> None:
     assert findings(ran)["dialect"]["detail"].startswith("JSON")
 
 
-def test_an_address_that_is_no_tinker_api_is_found_out(run: Tinkex, service: ScriptedService) -> None:
+def test_an_address_without_a_tinker_api_fails(run: Tinkex, service: ScriptedService) -> None:
     service.script.on("client_config", do=Answer("<html>", content_type="text/html"))
     ran = run("doctor", "-o", "json")
     assert failures(ran) == ["dialect"]
@@ -209,17 +209,17 @@ def test_the_clock_is_compared_with_the_services(skew_s: int, status: str, words
     assert bool(found.remedy) == (status != "ok")
 
 
-def test_a_clock_far_off_is_found_on_the_way(run: Tinkex, service: ScriptedService) -> None:
+def test_a_wrong_clock_is_reported(run: Tinkex, service: ScriptedService) -> None:
     date = formatdate(time.time() + 7200, usegmt=True)
     service.script.on("healthz", do=Answer({"status": "ok"}, headers={"date": date}))
     assert failures(run("doctor", "-o", "json")) == ["clock"]
 
 
-def test_a_service_without_a_date_is_no_trouble() -> None:
+def test_a_service_without_a_date_passes() -> None:
     assert probes.clock(None, 0).status == probes.clock("yesterday", 0).status == "ok"
 
 
-def test_limits_and_models_are_the_services_own(run: Tinkex) -> None:
+def test_limits_and_models_are_those_of_the_service(run: Tinkex) -> None:
     limits = {
         "fwdbwd_max_chunk_len": 77,
         "fwdbwd_max_chunk_bytes_count": 2_000_000,
@@ -266,7 +266,7 @@ def test_an_extra_is_installed_when_all_of_it_is(
     assert "installed: tokenizers, torch, otel; not installed: local (for a service on this machine:" in found
 
 
-def test_a_proxy_is_what_is_looked_at_and_its_password_stays_here(
+def test_the_proxy_is_checked_and_its_password_is_not_shown(
     run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as proxy:
@@ -330,19 +330,19 @@ def network(port: int, **changes: Any) -> dict[str, probes.Finding]:
     return {finding.check: finding for finding in found}
 
 
-def test_a_certificate_nobody_trusts_fails_and_names_the_setting(tls_port: int) -> None:
+def test_an_untrusted_certificate_fails_and_names_the_setting(tls_port: int) -> None:
     found = network(tls_port)["TLS"]
     assert found.status == "FAIL"
     assert "TINKEX_CA_FILE" in found.remedy
 
 
-def test_a_trusted_certificate_that_ends_soon_is_a_warning(tls_port: int, certificate: Path) -> None:
+def test_a_certificate_that_expires_soon_is_a_warning(tls_port: int, certificate: Path) -> None:
     found = network(tls_port, ca_file=str(certificate))["TLS"]
     assert found.status == "warn"
     assert "h2" in found.detail and "certificate valid for 3 days" in found.detail
 
 
-def test_a_file_of_certificates_that_is_none_is_named(tls_port: int, tmp_path: Path) -> None:
+def test_an_invalid_certificate_file_is_named(tls_port: int, tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("no certificate")
     found = network(tls_port, ca_file=str(tmp_path / "ca.pem"))["TLS"]
     assert found.status == "FAIL"

@@ -64,9 +64,7 @@ def logprobs(folder: Path, adapter: Path | None = None, *, is_merged: bool = Fal
 
 
 @pytest.mark.slow
-def test_a_merged_folder_gives_what_pefts_own_merge_gives(
-    run: Tinkex, make: Make, tiny: loaded_model.Model, tmp_path: Path
-) -> None:
+def test_a_merged_model_equals_pefts_merge(run: Tinkex, make: Make, tiny: loaded_model.Model, tmp_path: Path) -> None:
     adapter, out = make(train_unembed=False), tmp_path / "merged"
     ran = run("export", str(adapter), "--out", str(out), "--merge", "-o", "json")
     assert ran.code == 0, ran.err
@@ -81,7 +79,7 @@ def test_a_merged_folder_gives_what_pefts_own_merge_gives(
 
 
 @pytest.mark.slow
-def test_an_adapter_on_the_unembedding_unties_it_and_leaves_the_embedding_alone(
+def test_an_adapter_on_the_unembedding_unties_it_from_the_embedding(
     run: Tinkex, make: Make, tiny: loaded_model.Model, tmp_path: Path
 ) -> None:
     adapter, out = make(), tmp_path / "merged"
@@ -95,7 +93,7 @@ def test_an_adapter_on_the_unembedding_unties_it_and_leaves_the_embedding_alone(
     assert not torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight)
 
 
-def test_a_merge_that_is_not_right_leaves_nothing_behind(
+def test_a_wrong_merge_leaves_nothing_behind(
     run: Tinkex, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = export._add
@@ -112,7 +110,7 @@ def test_a_merge_that_is_not_right_leaves_nothing_behind(
     assert sorted(path.name for path in tmp_path.iterdir() if "merged" in path.name) == []
 
 
-def test_an_adapter_of_another_base_is_refused_before_anything_is_written(
+def test_an_adapter_of_another_base_is_rejected_before_anything_is_written(
     run: Tinkex, make: Make, tmp_path: Path
 ) -> None:
     adapter = make()
@@ -123,7 +121,7 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_written(
     assert "another/model" in ran.err and not (tmp_path / "m").exists()
 
 
-def test_without_merge_the_two_files_that_others_read_are_copied(run: Tinkex, make: Make, tmp_path: Path) -> None:
+def test_without_merge_the_two_peft_files_are_copied(run: Tinkex, make: Make, tmp_path: Path) -> None:
     adapter, out = make(), tmp_path / "out"
     out.mkdir()
     ran = run("export", str(adapter), "--out", str(out))
@@ -135,7 +133,7 @@ def test_without_merge_the_two_files_that_others_read_are_copied(run: Tinkex, ma
     assert quiet.code == 0 and quiet.err == ""
 
 
-def test_key_names_are_those_that_vllm_reads(make: Make) -> None:
+def test_tensor_names_are_those_that_vllm_reads(make: Make) -> None:
     """vLLM's list for Llama: q, k, v, o, gate, up and down projections of each layer, and nothing else."""
     modules = {
         *(f"self_attn.{name}_proj" for name in "qkvo"),
@@ -156,16 +154,14 @@ def test_key_names_are_those_that_vllm_reads(make: Make) -> None:
     assert vllm_remark(whole) is not None
 
 
-def test_a_checkpoint_is_fetched_from_the_service_and_the_fetched_files_go(
-    run: Tinkex, saved: Saved, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_downloaded_and_the_download_is_removed(run: Tinkex, saved: Saved, tmp_path: Path) -> None:
     ran = run("export", saved.state, "--out", str(tmp_path / "out"), "-o", "json")
     assert ran.code == 0, ran.err
     assert set(ran.json["files"]) == {"adapter_config.json", "adapter_model.safetensors"}
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
 
 
-def test_nothing_is_ever_written_over(run: Tinkex, make: Make, tmp_path: Path) -> None:
+def test_existing_files_are_never_overwritten(run: Tinkex, make: Make, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("precious")
     ran = run("export", str(make()), "--out", str(tmp_path / "taken"))
@@ -174,7 +170,7 @@ def test_nothing_is_ever_written_over(run: Tinkex, make: Make, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("source", ["nowhere", "empty"])
-def test_what_is_no_adapter_is_refused_with_what_is_missing(run: Tinkex, tmp_path: Path, source: str) -> None:
+def test_a_folder_without_an_adapter_is_rejected(run: Tinkex, tmp_path: Path, source: str) -> None:
     (tmp_path / "empty").mkdir()
     ran = run("export", str(tmp_path / source), "--out", str(tmp_path / "out"))
     assert ran.code == 1

@@ -19,7 +19,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def test_a_key_is_printed_once_alone_and_only_its_hash_is_kept(run: Tinkex, data_dir: Path) -> None:
+def test_a_key_is_printed_once_and_only_its_hash_is_stored(run: Tinkex, data_dir: Path) -> None:
     made = run("key", "create", "alice")
     key = made.out.strip()
     assert made.code == 0
@@ -32,7 +32,7 @@ def test_a_key_is_printed_once_alone_and_only_its_hash_is_kept(run: Tinkex, data
     assert (found.name, found.tenant) == ("alice", "alice")
 
 
-def test_keys_are_listed_without_telling_them(run: Tinkex) -> None:
+def test_keys_are_listed_without_their_secrets(run: Tinkex) -> None:
     first, second = (
         run("key", "create", *words, "-o", "json").json for words in (["alice"], ["bob", "--tenant", "alice"])
     )
@@ -58,14 +58,14 @@ def test_a_revoked_key_stays_listed_as_revoked(run: Tinkex) -> None:
     assert again.err == f"tinkex: No live key has the id '{made['id']}'. `tinkex key list` shows all keys.\n"
 
 
-def test_there_may_be_no_keys(run: Tinkex, data_dir: Path) -> None:
+def test_an_empty_list_of_keys_says_what_that_means(run: Tinkex, data_dir: Path) -> None:
     data_dir.mkdir()
     ran = run("key", "list")
     assert ran.code == 0 and ran.out == "" and "every client" in ran.err
     assert run("key", "list", "-o", "json").json == {"keys": []}
 
 
-def test_a_folder_that_is_none_is_not_made_by_looking(run: Tinkex, data_dir: Path) -> None:
+def test_listing_keys_creates_no_folder(run: Tinkex, data_dir: Path) -> None:
     ran = run("key", "list")
     assert ran.code == 1
     assert "--data-dir" in ran.err
@@ -73,12 +73,12 @@ def test_a_folder_that_is_none_is_not_made_by_looking(run: Tinkex, data_dir: Pat
 
 
 @pytest.mark.parametrize("name", ["", "two words", "-x", "a" * 65, "naïve", "a/b"])
-def test_a_name_that_cannot_be_is_refused(run: Tinkex, name: str, data_dir: Path) -> None:
+def test_an_invalid_name_is_rejected(run: Tinkex, name: str, data_dir: Path) -> None:
     assert run("key", "create", f"--tenant={name}", "alice").code == 2
     assert not data_dir.exists()
 
 
-def test_keys_can_be_made_while_a_server_holds_the_database(run: Tinkex, data_dir: Path) -> None:
+def test_keys_can_be_created_while_a_server_uses_the_database(run: Tinkex, data_dir: Path) -> None:
     data_dir.mkdir()
     url = f"sqlite:///{data_dir / 'tinkex.db'}"
     with Store.open(url, data_dir) as server:

@@ -70,7 +70,7 @@ def test_models_and_console_of_a_live_service(run: Tinkex, live: LiveServer) -> 
     assert run("console", "--no-browser").out == f"{live.url}/\n"
 
 
-def test_the_same_seed_gives_the_same_answer_and_an_adapter_another(trained: Trained, ask: Callable[..., Any]) -> None:
+def test_the_same_seed_gives_the_same_reply_and_an_adapter_another(trained: Trained, ask: Callable[..., Any]) -> None:
     words = ("--max-tokens", "12", "--seed", "3")
     base = ask("Who are you?", "tinkex/tiny", *words)
     assert base["answer"] and base == ask("Who are you?", *words)
@@ -80,7 +80,7 @@ def test_the_same_seed_gives_the_same_answer_and_an_adapter_another(trained: Tra
     assert ask("Who are you?", trained.sampler, *words) == adapter
 
 
-def test_ctrl_c_stops_the_answer_here_and_there_and_the_conversation_goes_on(trained: Trained) -> None:
+def test_ctrl_c_stops_the_reply_on_both_sides_and_the_chat_continues(trained: Trained) -> None:
     with (
         tinkex.ServiceClient(telemetry=False) as service,
         Terminal("chat", "--temperature", "0", "--max-tokens", "1900") as terminal,
@@ -103,7 +103,7 @@ def test_ctrl_c_stops_the_answer_here_and_there_and_the_conversation_goes_on(tra
         assert terminal.end() == 0
 
 
-def test_watch_tells_the_losses_that_the_loop_was_told(run: Tinkex, trained: Trained) -> None:
+def test_watch_shows_the_same_losses_as_the_loop(run: Tinkex, trained: Trained) -> None:
     ran = run("run", "watch", trained.sampler, "--until-idle", "--idle-for", "0", "-o", "json")
     steps = [json.loads(line) for line in ran.out.splitlines()]
     assert len(steps) == STEPS and trained.losses[0] is not None

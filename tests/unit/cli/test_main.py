@@ -1,4 +1,4 @@
-"""The command as a whole: its help, its exit codes, its weight, and what it says when something goes wrong."""
+"""The command as a whole: help, exit codes, start-up weight, error messages."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ LOCAL = [
     ["backup"],
     ["gc"],
 ]
-"""These work on this machine: an address and a key of another service mean nothing to them."""
+"""Commands that use no service: they have no options for its address and key."""
 FIRST = ["demo", "serve", "console", "chat", "doctor"]
-"""What somebody new needs, in this order."""
+"""What a new user needs, in this order."""
 
 
-def test_the_installed_command_tells_its_version() -> None:
+def test_the_installed_command_prints_its_version() -> None:
     command = Path(sys.executable).with_name("tinkex")
     done = subprocess.run([command, "version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"tinkex {tinkex.__version__} (protocol 0.36.0")
@@ -83,7 +83,7 @@ def test_every_local_command_has_help_with_an_example_and_no_option_of_a_client(
     assert max(map(len, ran.out.splitlines())) <= 100
 
 
-def test_every_command_is_tried_here() -> None:
+def test_every_command_is_tested_here() -> None:
     assert {words[0] for words in (*COMMANDS, *LOCAL)} == {*parser.COMMANDS, "version"}
 
 
@@ -108,7 +108,7 @@ def test_help_and_version_load_nothing_heavy(words: list[str]) -> None:
     assert done.stderr == ""
 
 
-def test_shared_options_stand_before_or_after_the_command_and_have_two_names(run: Tinkex, saved: Saved) -> None:
+def test_shared_options_may_come_before_or_after_the_command(run: Tinkex, saved: Saved) -> None:
     expected = run("run", "list", "-o", "json").json
     assert expected["runs"]
     for words in (
@@ -154,7 +154,7 @@ def test_a_misused_command_says_what_to_do_next(run: Tinkex, words: list[str], a
     assert "--help` shows all options." in ran.err and "usage:" not in ran.err
 
 
-def test_alone_the_command_teaches_its_first_steps(run: Tinkex) -> None:
+def test_without_arguments_it_shows_the_first_steps(run: Tinkex) -> None:
     ran = run()
     assert (ran.code, ran.out, ran.err) == (0, run("--help").out, "")
     first_steps = ran.out.partition("first steps:\n")[2]
@@ -162,7 +162,7 @@ def test_alone_the_command_teaches_its_first_steps(run: Tinkex) -> None:
 
 
 @pytest.mark.parametrize("noun", ["run", "checkpoint", "models", "key"])
-def test_a_noun_alone_shows_its_commands(run: Tinkex, noun: str) -> None:
+def test_a_group_alone_shows_its_commands(run: Tinkex, noun: str) -> None:
     ran = run(noun)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == run(noun, "--help").out
@@ -194,7 +194,7 @@ def test_an_error_is_one_sentence_on_stderr_with_code_1(run: Tinkex, service: Sc
     assert ran.err == "tinkex: Not found (HTTP 404: training run 'nobody' is not known).\n"
 
 
-def test_a_refused_key_says_where_to_set_it(
+def test_a_rejected_key_says_where_to_set_it(
     run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-not-the-right-one")
@@ -211,7 +211,7 @@ def test_a_missing_key_is_one_sentence(run: Tinkex) -> None:
     assert ran.err.startswith("tinkex: No API key. Pass api_key=..., or set TINKER_API_KEY.")
 
 
-def test_without_any_setting_somebody_new_is_told_of_their_own_service(run: Tinkex) -> None:
+def test_without_any_setting_it_explains_key_and_local_service(run: Tinkex) -> None:
     ran = run("run", "list")
     assert ran.code == 1
     assert ran.err == (
@@ -220,7 +220,7 @@ def test_without_any_setting_somebody_new_is_told_of_their_own_service(run: Tink
     )
 
 
-def test_a_service_that_is_gone_is_given_up_soon_and_every_wait_is_announced(
+def test_retries_are_announced_and_end_soon(
     run: Tinkex, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKEX_MAX_RETRIES", "2")
@@ -232,7 +232,7 @@ def test_a_service_that_is_gone_is_given_up_soon_and_every_wait_is_announced(
     assert "gave up after 2 attempts" in last and "tinkex doctor" in last
 
 
-def test_an_answer_that_makes_no_sense_is_one_sentence(run: Tinkex, service: ScriptedService) -> None:
+def test_an_invalid_response_is_one_sentence(run: Tinkex, service: ScriptedService) -> None:
     service.script.on("list_training_runs", do=Answer("<html>", content_type="text/html"))
     ran = run("run", "list")
     assert ran.code == 1
@@ -277,7 +277,7 @@ def test_a_broken_pipe_is_silent(service: ScriptedService, saved: Saved) -> None
     assert err == ""
 
 
-def test_letters_that_the_terminal_lacks_do_not_end_a_command(
+def test_characters_that_the_terminal_lacks_do_not_end_a_command(
     service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
@@ -287,7 +287,7 @@ def test_letters_that_the_terminal_lacks_do_not_end_a_command(
     assert (running.returncode, err) == (1, "tinkex: The service rejected the request (HTTP 400: na?ve).\n")
 
 
-def test_a_command_is_less_patient_than_a_run_unless_settings_say_otherwise(
+def test_a_command_retries_less_than_a_run_unless_settings_say_otherwise(
     service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = argparse.Namespace(base_url=None, api_key=None)

@@ -41,7 +41,7 @@ def tiny_files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_list_shows_what_the_service_serves(run: Tinkex, service: ScriptedService) -> None:
+def test_list_shows_the_models_of_the_service(run: Tinkex, service: ScriptedService) -> None:
     title, row = run("models", "list").out.splitlines()
     assert title.split("  ")[0] == "MODEL"
     assert row.split()[0] == "tinkex/tiny" and "train, sample" in row
@@ -49,14 +49,14 @@ def test_list_shows_what_the_service_serves(run: Tinkex, service: ScriptedServic
     assert found["model_name"] == "tinkex/tiny"
 
 
-def test_an_alias_stands_beside_its_model_and_what_is_not_told_is_a_dash(run: Tinkex, service: ScriptedService) -> None:
+def test_an_alias_is_listed_with_its_model_and_unknown_values_are_dashes(run: Tinkex, service: ScriptedService) -> None:
     service.script.on("get_server_capabilities", do=Answer(OFFERED))
     _, big, old = run("models", "list").out.splitlines()
     assert big.split() == ["org/big", "big", "32,768", "train", "hub"]
     assert old.split() == ["old", "–", "–", "train,", "sample", "–"]
 
 
-def test_an_answer_without_models_is_one_sentence(run: Tinkex, service: ScriptedService) -> None:
+def test_a_response_without_models_is_one_sentence(run: Tinkex, service: ScriptedService) -> None:
     service.script.on("get_server_capabilities", do=Answer("{}"))
     ran = run("models", "list")
     assert (ran.code, ran.err) == (1, "tinkex: The service did not list its models.\n")
@@ -79,7 +79,7 @@ def test_local_models_are_listed_without_a_service(run: Tinkex, hub_cache: Path,
     assert found == {"tinkex/tiny": None, "smollm2-135m": None, "org/model": str(snapshot)}
 
 
-def test_pull_makes_the_model_once_and_says_so(run: Tinkex, tmp_path: Path) -> None:
+def test_pull_creates_a_built_in_model_once(run: Tinkex, tmp_path: Path) -> None:
     ran = run("models", "pull", "tinkex/tiny")
     folder = tmp_path / "cache" / "models" / "tinkex--tiny-1"
     assert (ran.code, ran.out) == (0, f"tinkex/tiny is ready: 471.1 kB in {folder}\n")
@@ -91,7 +91,7 @@ def test_pull_makes_the_model_once_and_says_so(run: Tinkex, tmp_path: Path) -> N
     assert str(folder) in run("models", "list", "--local").out
 
 
-def test_pull_fetches_from_the_hub_once_and_shows_how_far_it_is(
+def test_pull_downloads_from_the_hub_once_and_shows_the_progress(
     run: Tinkex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_hub.serve(fake_hub.Hub("org/model", tiny_files(tmp_path / "files"))) as there:
@@ -106,13 +106,13 @@ def test_pull_fetches_from_the_hub_once_and_shows_how_far_it_is(
         assert there.asked == []
 
 
-def test_a_folder_of_ones_own_needs_no_fetching(run: Tinkex, tmp_path: Path) -> None:
+def test_pull_of_a_folder_downloads_nothing(run: Tinkex, tmp_path: Path) -> None:
     tiny_files(tmp_path / "mine")
     ran = run("models", "pull", str(tmp_path / "mine"))
     assert ran.code == 0 and "nothing was downloaded" in ran.out
 
 
-def test_a_name_that_nobody_knows_is_one_sentence(run: Tinkex) -> None:
+def test_an_unknown_name_is_one_sentence(run: Tinkex) -> None:
     ran = run("models", "pull", "org/none")
     assert (ran.code, ran.out) == (1, "")
     assert ran.err.startswith("tinkex: org/none is not in the cache, and the model hub cannot be reached")
@@ -120,7 +120,7 @@ def test_a_name_that_nobody_knows_is_one_sentence(run: Tinkex) -> None:
 
 
 @pytest.mark.parametrize("words", [["models", "pull", "tinkex/tiny"], ["gc"], ["backup", "copy"], ["key", "list"]])
-def test_without_the_extra_local_its_name_is_said(words: list[str]) -> None:
+def test_without_the_extra_local_it_is_named(words: list[str]) -> None:
     code = (
         "import sys, importlib.util as util; find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"

@@ -18,7 +18,7 @@ def test_list_shows_runs(run: Tinkex, saved: Saved) -> None:
     assert row.endswith("ok")
 
 
-def test_list_as_json_is_the_services_own_vocabulary(run: Tinkex, saved: Saved) -> None:
+def test_list_as_json_has_the_fields_of_the_service(run: Tinkex, saved: Saved) -> None:
     (found,) = run("run", "list", "-o", "json").json["runs"]
     assert found["training_run_id"] == saved.run_id
     assert found["last_checkpoint"]["tinker_path"] == saved.state
@@ -32,7 +32,7 @@ def five_runs(service: ScriptedService) -> list[str]:
     return ids
 
 
-def test_a_limit_is_kept_and_the_rest_is_announced(run: Tinkex, five_runs: list[str]) -> None:
+def test_a_limit_applies_and_the_rest_is_mentioned(run: Tinkex, five_runs: list[str]) -> None:
     ran = run("run", "list", "--limit", "2")
     assert len(ran.out.splitlines()) == 3
     assert ran.err == "2 of 5 runs; --limit 0 shows all.\n"

@@ -39,7 +39,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedService]:
         yield running
 
 
-def test_text_goes_in_and_text_comes_out(run: Tinkex, service: ScriptedService) -> None:
+def test_a_text_prompt_gives_text(run: Tinkex, service: ScriptedService) -> None:
     ran = run("sample", "-m", "tinkex/tiny", "w1 w2", "--max-tokens", "5", "--seed", "1")
     assert ran.code == 0
     assert len(ran.out.split()) == 5
@@ -49,7 +49,7 @@ def test_text_goes_in_and_text_comes_out(run: Tinkex, service: ScriptedService) 
     assert sent["sampling_params"]["max_tokens"] == 5
 
 
-def test_ids_go_in_and_ids_come_out_without_a_tokenizer(run: Tinkex, service: ScriptedService) -> None:
+def test_token_ids_need_no_tokenizer(run: Tinkex, service: ScriptedService) -> None:
     ran = run("sample", "-m", "tinkex/tiny", "--prompt-ids", "[1, 2]", "--ids", "--max-tokens", "5", "--seed", "1")
     assert [word.isdigit() for word in ran.out.split()] == [True] * 5
     assert not service.requests_to("tokenizer_file")
@@ -94,7 +94,7 @@ def test_several_models_and_no_choice_lists_them(run: Tinkex, monkeypatch: pytes
     assert ran.err == "tinkex: Name a model with -m. The service offers a/one, b/two.\n"
 
 
-def test_only_what_was_given_is_sent(run: Tinkex, service: ScriptedService) -> None:
+def test_options_that_were_not_set_are_not_sent(run: Tinkex, service: ScriptedService) -> None:
     words = ["--temperature", "0", "--top-p", "0.9", "--top-k", "5", "--stop", "w3", "--stop", "w4"]
     assert run("sample", "w1", *words, "--max-tokens", "1").code == 0
     params = service.requests_to("sample_stream")[0].json["sampling_params"]
@@ -103,7 +103,7 @@ def test_only_what_was_given_is_sent(run: Tinkex, service: ScriptedService) -> N
     assert params.get("seed") is None
 
 
-def test_a_bad_parameter_is_refused_before_it_is_sent(run: Tinkex, service: ScriptedService) -> None:
+def test_a_bad_parameter_is_rejected_before_it_is_sent(run: Tinkex, service: ScriptedService) -> None:
     ran = run("sample", "w1", "--temperature", "-1")
     assert ran.code == 1
     assert "temperature" in ran.err
@@ -118,7 +118,7 @@ def test_the_session_is_closed(run: Tinkex, service: ScriptedService) -> None:
     assert ends == ["success", "errored"]
 
 
-def test_text_arrives_while_it_is_made(service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_printed_as_it_arrives(service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedService(stream_token_s=0.2) as slow:
         running = start("sample", "--base-url", slow.url, "--prompt-ids", "1", "--ids", "--max-tokens", "200")
         assert running.stdout is not None
@@ -137,7 +137,7 @@ def test_a_service_without_streams_gives_the_whole_sample(run: Tinkex) -> None:
     assert len(ran.out.split()) == 6
 
 
-def test_ctrl_c_does_not_wait_for_a_service_that_is_silent(service: ScriptedService) -> None:
+def test_ctrl_c_does_not_wait_for_a_silent_service(service: ScriptedService) -> None:
     service.script.on("sample_stream", do=Hang())
     service.script.on("finish_session", do=Hang())
     running = start("sample", "--prompt-ids", "1", "--ids")
@@ -148,7 +148,7 @@ def test_ctrl_c_does_not_wait_for_a_service_that_is_silent(service: ScriptedServ
     assert err.strip() == "tinkex: stopped."
 
 
-def test_a_tokenizer_may_be_named(run: Tinkex, service: ScriptedService, tmp_path: Path) -> None:
+def test_another_tokenizer_can_be_named(run: Tinkex, service: ScriptedService, tmp_path: Path) -> None:
     changed = json.loads(tokenizer_json())
     changed["model"]["vocab"] = {f"x{number}": number for number in range(1000)}
     changed["model"]["unk_token"] = "x0"
@@ -158,13 +158,13 @@ def test_a_tokenizer_may_be_named(run: Tinkex, service: ScriptedService, tmp_pat
     assert not service.requests_to("tokenizer_file")
 
 
-def test_a_prompt_is_given_once(run: Tinkex, service: ScriptedService) -> None:
+def test_a_prompt_is_either_text_or_ids(run: Tinkex, service: ScriptedService) -> None:
     assert run("sample", "w1", "--prompt-ids", "1").code == 1
     assert run("sample", "--prompt-ids", "one").code == 2
     assert not service.sessions
 
 
-def test_a_model_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_text_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from tinkex.terminal.output import stream
 
     stdout = TerminalFile()
@@ -181,7 +181,7 @@ def decode_bytes(tokens: list[int], skip_special_tokens: bool) -> str:
     return bytes(token for token in tokens if token).decode("utf-8", "replace")
 
 
-def test_a_letter_split_over_tokens_is_written_once_and_whole() -> None:
+def test_a_character_split_over_tokens_is_written_once() -> None:
     writer = TextWriter(decode_bytes)
     pieces = [writer.feed([byte]) for byte in "né€𝄞!".encode()]
     assert [piece for piece in pieces if piece] == ["n", "é", "€", "𝄞", "!"]
@@ -189,13 +189,13 @@ def test_a_letter_split_over_tokens_is_written_once_and_whole() -> None:
     assert writer.text == "né€𝄞!"
 
 
-def test_what_stays_broken_is_written_at_the_end() -> None:
+def test_an_incomplete_character_is_written_at_the_end() -> None:
     writer = TextWriter(decode_bytes)
     assert writer.feed([*b"a", 0xE2, 0x82]) == ""
     assert writer.flush() == "a\ufffd"
 
 
-def test_tokens_without_text_are_silent() -> None:
+def test_tokens_without_text_write_nothing() -> None:
     writer = TextWriter(decode_bytes)
     assert writer.feed([]) == writer.feed([0]) == ""
     assert writer.feed(list(b"x")) == "x"
@@ -214,7 +214,7 @@ def test_decoding_costs_the_same_for_the_thousandth_token() -> None:
     assert max(lengths) <= 2
 
 
-def test_ids_have_spaces_between_them() -> None:
+def test_ids_are_separated_by_spaces() -> None:
     writer = IdWriter()
     assert writer.feed([1, 2]) + writer.feed([]) + writer.feed([3]) + writer.flush() == "1 2 3"
     assert writer.text == "1 2 3"

@@ -60,7 +60,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
 
 @pytest.mark.slow
-def test_a_service_is_ready_when_it_says_so_keeps_its_places_to_itself_and_ends_on_sigterm(
+def test_a_service_is_ready_when_it_says_so_keeps_its_folders_private_and_ends_on_sigterm(
     serving: Callable[..., Running], run: Tinkex, tmp_path: Path
 ) -> None:
     running = serving()
@@ -99,9 +99,7 @@ def test_a_service_is_ready_when_it_says_so_keeps_its_places_to_itself_and_ends_
 
 
 @pytest.mark.slow
-def test_people_are_told_the_address_and_how_to_point_a_client_at_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_and_client_settings_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKEX_API_KEY", KEY)
     process = start("serve", "--base-model", "tinkex/tiny", "--port", "0", "--data-dir", str(tmp_path / "data"))
     assert process.stdout is not None
@@ -131,13 +129,13 @@ def test_a_taken_port_is_one_sentence(run: Tinkex, tmp_path: Path) -> None:
     assert len(ran.err.splitlines()) == 1 and str(port) in ran.err and "--port" in ran.err
 
 
-def test_listening_beyond_this_machine_without_keys_is_refused(run: Tinkex, tmp_path: Path) -> None:
+def test_listening_on_other_addresses_without_keys_is_rejected(run: Tinkex, tmp_path: Path) -> None:
     ran = run("serve", "--host", "0.0.0.0", "--port", "0", "--base-model", "tinkex/tiny", "--data-dir", str(tmp_path))
     assert ran.code == 1
     assert "tinkex key create" in ran.err
 
 
-def test_a_model_that_cannot_be_is_one_sentence(run: Tinkex, tmp_path: Path) -> None:
+def test_an_unknown_model_is_one_sentence(run: Tinkex, tmp_path: Path) -> None:
     ran = run("serve", "--port", "0", "--base-model", "./no/such/folder", "--data-dir", str(tmp_path))
     assert ran.code == 1
     assert "./no/such/folder" in ran.err and "Traceback" not in ran.err
@@ -167,7 +165,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(tmp_path: Path) -> N
         (["--drain-s", "-1"], "argument --drain-s: must be seconds from 0"),
     ],
 )
-def test_a_misused_flag_is_told_with_its_remedy_and_without_a_secret(run: Tinkex, words: list[str], said: str) -> None:
+def test_an_invalid_flag_is_reported_with_advice_and_without_secrets(run: Tinkex, words: list[str], said: str) -> None:
     ran = run("serve", *words)
     assert ran.code == 2
     assert said in ran.err

@@ -32,7 +32,7 @@ def train(service: ScriptedService, steps: int = 3) -> str:
         return training.model_id
 
 
-def test_every_step_is_a_line_where_nobody_looks(run: Tinkex, service: ScriptedService) -> None:
+def test_without_a_terminal_every_step_is_a_line(run: Tinkex, service: ScriptedService) -> None:
     run_id = train(service)
     ran = run("run", "watch", run_id, "--until-idle", "--idle-for", "0")
     lines = ran.out.splitlines()
@@ -50,7 +50,7 @@ def test_as_json_every_step_is_an_object_on_a_line(run: Tinkex, service: Scripte
     assert ran.err == ""
 
 
-def test_a_path_and_latest_mean_a_run_too(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
+def test_a_run_can_be_named_by_path_or_latest(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
     run_id = train(service, 1)
     flags = ("--until-idle", "--idle-for", "0")
     assert run("run", "watch", "latest", *flags).err.startswith(f"Run {run_id}.")
@@ -58,15 +58,13 @@ def test_a_path_and_latest_mean_a_run_too(run: Tinkex, service: ScriptedService,
     assert ran.err == f"Run {saved.run_id}. Ctrl-C stops watching; the run continues.\nThe run has no steps.\n"
 
 
-def test_no_run_at_all_and_a_wrong_id_are_said(run: Tinkex, service: ScriptedService) -> None:
+def test_no_run_and_a_wrong_id_are_reported(run: Tinkex, service: ScriptedService) -> None:
     assert run("run", "watch", "latest").err.startswith("tinkex: There is no training run yet.")
     ran = run("run", "watch", "nobody")
     assert (ran.code, ran.err) == (1, "tinkex: Not found (HTTP 404: training run 'nobody' is not known).\n")
 
 
-def test_a_service_that_does_not_tell_steps_is_one_sentence(
-    run: Tinkex, service: ScriptedService, saved: Saved
-) -> None:
+def test_a_service_without_steps_is_one_sentence(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
     service.script.on("run_steps", do=Status(404, "no such call"))
     ran = run("run", "watch", saved.run_id)
     assert ran.code == 1
@@ -96,7 +94,7 @@ def test_a_tall_terminal_shows_the_curve_and_one_line(service: ScriptedService) 
     assert picture.count("step 3  loss") == 1 and "idle, last step" in picture
 
 
-def test_a_low_terminal_shows_the_line_alone(service: ScriptedService) -> None:
+def test_a_low_terminal_shows_only_the_line(service: ScriptedService) -> None:
     run_id = train(service)
     with Terminal("run", "watch", run_id, "--until-idle", "--idle-for", "1", rows=10) as terminal:
         assert terminal.end() == 0
@@ -118,9 +116,9 @@ def step(**about: Any) -> RunStep:
         ({"loss": 1.0, "evaluation_loss": 2.0, "tokens": 5}, "step 7  loss 1.0000  evaluation 2.0000"),
     ],
 )
-def test_a_line_tells_what_is_known(about: dict[str, Any], line: str) -> None:
+def test_a_line_shows_the_known_values(about: dict[str, Any], line: str) -> None:
     assert line_of(7, step(**about)) == line
 
 
-def test_before_the_first_step_it_says_what_it_waits_for() -> None:
+def test_before_the_first_step_it_says_what_it_is_waiting_for() -> None:
     assert lines_of([], 80, 24, encoding="utf-8", is_active=True) == ["No step yet: waiting for the first optim_step."]

@@ -1,4 +1,4 @@
-"""A command on a terminal of its own: typed to, interrupted, and read as a person would."""
+"""Runs a command on a pseudo-terminal: types to it, interrupts it, and reads what it shows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Terminal:
         os.write(self._own, keys.encode())
 
     def interrupt_until(self, text: str) -> None:
-        """Ctrl-C, and again if nobody heard it: Python loses one that comes between a prompt and its read."""
+        """Press Ctrl-C, again if it was lost: Python loses one that comes between a prompt and its read."""
         for _ in range(10):
             self.type("\x03")
             try:
@@ -62,7 +62,7 @@ class Terminal:
             except AssertionError:
                 if self.process.poll() is not None:
                     raise
-        raise AssertionError(f"ten times Ctrl-C, and {text!r} did not come")
+        raise AssertionError(f"{text!r} did not appear after ten times Ctrl-C")
 
     def end(self, seconds: float = 30.0) -> int:
         """Wait until it ends by itself."""
@@ -73,7 +73,7 @@ class Terminal:
     def _read(self) -> bool:
         try:
             piece = os.read(self._own, 65536)
-        except OSError:  # how Linux says that nobody has the terminal open any more
+        except OSError:  # Linux: no process has the terminal open any more
             return False
         self.raw += piece.decode(errors="replace")
         return bool(piece)

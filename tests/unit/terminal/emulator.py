@@ -1,4 +1,4 @@
-"""A pseudo-terminal, and what a person would see on it after all that was written to it."""
+"""A pseudo-terminal that shows what a person would see after everything that was written to it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Terminal:
                 screen[row] = screen[row][:column]
                 del screen[row + 1 :]
             elif code:
-                raise AssertionError(f"nobody expects the code {code!r}")
+                raise AssertionError(f"unexpected escape code {code!r}")
             elif control == "\r":
                 column = 0
             elif control == "\n":

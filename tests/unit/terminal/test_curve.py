@@ -13,7 +13,7 @@ from tinkex.terminal.format import number
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize(("width", "height"), [(72, 12), (40, 8), (120, 30), (24, 5)])
 @pytest.mark.parametrize("count", [2, 7, 5_000])
-def test_a_curve_has_the_size_asked_for_and_falls_where_the_values_fall(
+def test_a_curve_has_the_requested_size_and_falls_where_the_values_fall(
     encoding: str, width: int, height: int, count: int
 ) -> None:
     points = [Point(step, 3.0 - 2.5 * step / count) for step in range(1, count + 1)]
@@ -30,7 +30,7 @@ def test_a_curve_has_the_size_asked_for_and_falls_where_the_values_fall(
     assert "".join(lines).isascii() == (encoding == "ascii")
 
 
-def test_a_curve_of_little_or_nothing_is_drawn_too() -> None:
+def test_a_curve_of_few_or_no_points_is_drawn_too() -> None:
     assert draw([], "loss") == draw([Point(1, math.nan)], "loss") == "loss: nothing to draw yet."
     assert "2.00" in draw([Point(5, 2.0)], "loss")
     flat = draw([Point(1, 2.0), Point(9, 2.0)], "loss").splitlines()

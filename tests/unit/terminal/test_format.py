@@ -13,7 +13,7 @@ from tinkex.terminal.line import LinePart, fit
 NOW = dt.datetime(2026, 5, 1, tzinfo=dt.UTC)
 
 
-def test_numbers_money_and_times_are_written_as_people_write_them() -> None:
+def test_numbers_money_and_durations_are_easy_to_read() -> None:
     assert [number(x) for x in (2.314, 0.42, 12.34, 1234.5, 0.0, -0.5, 1.2e-7, 4.56e12, math.inf)] == [
         "2.31", "0.420", "12.3", "1,234", "0.00", "-0.500", "1.2e-07", "4.56e+12", "inf",
     ]  # fmt: skip
@@ -26,7 +26,7 @@ def test_numbers_money_and_times_are_written_as_people_write_them() -> None:
     ]  # fmt: skip
 
 
-def test_wide_letters_count_twice_and_a_cut_line_fits() -> None:
+def test_wide_characters_count_twice_and_a_cut_line_fits() -> None:
     assert cells("日本") == 4
     for width in range(1, 12):
         assert cells(cut("日本語 text", width)) <= width

@@ -21,7 +21,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> TerminalFile:
     return stream
 
 
-def test_columns_are_aligned_and_numbers_stand_on_the_right() -> None:
+def test_columns_are_aligned_and_numbers_are_on_the_right() -> None:
     assert output.layout(COLUMNS, [("a", "1 B", "x"), ("bcdef", "10 kB", "y")], None) == [
         "PATH    SIZE  TYPE",
         "a        1 B  x",
@@ -58,7 +58,7 @@ def test_a_terminal_gets_colours_unless_no_color_is_set(monkeypatch: pytest.Monk
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_text_from_the_service_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_from_the_service_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = stand_in(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
     output.write_table(COLUMNS, [("a\x1b]0;owned\x07\nb", "1 B", "x")])

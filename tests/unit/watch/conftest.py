@@ -40,6 +40,6 @@ def batch(length: int = 3, size: int = 4) -> list[tinkex.Datum]:
 
 
 def train(training: tinkex.TrainingClient, data: list[tinkex.Datum] | None = None) -> tinkex.APIFuture[Any]:
-    """One step; nobody waits for it here."""
+    """Send one step, without waiting for it."""
     training.forward_backward(batch() if data is None else data, "cross_entropy")
     return training.optim_step(tinkex.AdamParams(learning_rate=1e-2))

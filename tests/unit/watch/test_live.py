@@ -14,7 +14,7 @@ from tests.unit.watch.conftest import MODEL, PRICES
 
 
 @pytest.mark.slow
-def test_a_real_run_is_shown_as_the_service_itself_tells_it(tmp_path: Path) -> None:
+def test_a_real_run_is_shown_as_the_service_reports_it(tmp_path: Path) -> None:
     draws = random.Random(3)
     rows = [[draws.randrange(1, 100) for _ in range(9)] for _ in range(4)]
     data = [

@@ -210,7 +210,7 @@ def test_the_budget_ends_the_loop_before_the_step_that_would_exceed_it(
     file = io.StringIO()
     with quiet(training, 100, prices=PRICES, budget=0.05, file=file) as progress:
         for _ in progress:
-            train(training)  # and nobody waits: what was sent counts
+            train(training)  # without waiting: calls without a result count too
     assert progress.stopped_by == "budget"
     assert progress.step == len(progress.history) == 4  # a fifth would cost 0.06
     assert progress.cost == pytest.approx(0.048)

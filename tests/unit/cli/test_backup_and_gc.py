@@ -77,7 +77,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Data]:
 # -- gc ---------------------------------------------------------------------------------------------------------------
 
 
-def test_gc_removes_what_expired_and_what_nothing_names_and_keeps_the_rest(run: Tinkex, data: Data) -> None:
+def test_gc_deletes_expired_and_unreferenced_files_only(run: Tinkex, data: Data) -> None:
     kept = data.checkpoint("kept", expires_at=data.now + HOUR)
     gone = data.checkpoint("gone", expires_at=data.now - 1)
     rubbish = data.folder_with("checkpoints/s:train:0/weights/crashed.partial", b"x" * 1000)
@@ -92,7 +92,7 @@ def test_gc_removes_what_expired_and_what_nothing_names_and_keeps_the_rest(run: 
     assert run("gc", "-o", "json").json["removed"] == []
 
 
-def test_gc_dry_run_says_what_would_go_and_removes_nothing(run: Tinkex, data: Data) -> None:
+def test_gc_dry_run_deletes_nothing(run: Tinkex, data: Data) -> None:
     gone = data.checkpoint("gone", expires_at=data.now - 1)
     ran = run("gc", "--dry-run")
     assert gone.path in ran.out and "Would delete" in ran.err
@@ -100,7 +100,7 @@ def test_gc_dry_run_says_what_would_go_and_removes_nothing(run: Tinkex, data: Da
     assert (data.folder / gone.folder).is_dir()
 
 
-def test_gc_beside_a_server_leaves_what_may_be_in_the_making(run: Tinkex, data: Data) -> None:
+def test_gc_keeps_new_folders_while_a_server_is_running(run: Tinkex, data: Data) -> None:
     data.checkpoint("kept")
     young = data.folder_with("checkpoints/s:train:0/weights/young.partial")
     old = data.folder_with("checkpoints/s:train:0/weights/old.partial")
@@ -112,7 +112,7 @@ def test_gc_beside_a_server_leaves_what_may_be_in_the_making(run: Tinkex, data: 
     assert [entry["what"] for entry in run("gc", "-o", "json").json["removed"]] == [young]
 
 
-def test_gc_leaves_a_journal_that_is_still_needed_whole(run: Tinkex, data: Data) -> None:
+def test_gc_keeps_a_journal_that_is_still_needed(run: Tinkex, data: Data) -> None:
     data.operation(1, b"c" * (MAX_INLINE_BYTES + 1))
     (data.folder / "journal" / "ab").mkdir(exist_ok=True)
     (data.folder / "journal" / "ab" / "abandoned.part").write_bytes(b"half")
@@ -127,7 +127,7 @@ def restored(folder: Path) -> Store:
     return Store.open(f"sqlite:///{folder / 'tinkex.db'}", folder)
 
 
-def test_a_backup_holds_what_the_database_names_and_nothing_else(run: Tinkex, data: Data, tmp_path: Path) -> None:
+def test_a_backup_contains_exactly_what_the_database_references(run: Tinkex, data: Data, tmp_path: Path) -> None:
     kept = data.checkpoint("kept")
     snapshot = data.folder_with("journal/snapshots/s_train_0-1")
     data.store.set_snapshot(data.run.id, snapshot, 0)
@@ -160,7 +160,7 @@ def after_each_copy_of_the_database(monkeypatch: pytest.MonkeyPatch, *steps: Cal
     monkeypatch.setattr(Store, "backup", copy)
 
 
-def test_what_changes_while_the_backup_runs_is_fetched_again(
+def test_a_backup_copies_again_what_changes_meanwhile(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (data.folder_with(f"journal/snapshots/s_train_0-{n}", b"%d" % n) for n in (1, 2))
@@ -191,7 +191,7 @@ def test_what_changes_while_the_backup_runs_is_fetched_again(
     assert (tmp_path / "copy" / replaced.folder / "adapter_model.safetensors").read_bytes() == b"newer weights"
 
 
-def test_a_backup_that_cannot_be_whole_is_none(data: Data, tmp_path: Path) -> None:
+def test_an_incomplete_backup_is_discarded(data: Data, tmp_path: Path) -> None:
     saved = data.checkpoint("damaged")
     shutil.rmtree(data.folder / saved.folder)
     with pytest.raises(TinkexError, match="damaged"):
@@ -199,14 +199,14 @@ def test_a_backup_that_cannot_be_whole_is_none(data: Data, tmp_path: Path) -> No
     assert not (tmp_path / "copy").exists() and not list(tmp_path.glob("*.partial"))
 
 
-def test_a_backup_never_writes_over_anything(run: Tinkex, data: Data, tmp_path: Path) -> None:
+def test_a_backup_never_overwrites_anything(run: Tinkex, data: Data, tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "mine").write_text("precious")
     assert run("backup", str(tmp_path / "copy")).code == 1
     assert [file.name for file in (tmp_path / "copy").iterdir()] == ["mine"]
 
 
-def test_a_disk_that_fails_is_not_taken_for_a_file_that_went(
+def test_a_disk_error_is_not_mistaken_for_a_deleted_file(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data.checkpoint("kept")
