@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from tests import prepare
 from tests.prepare import CACHE
-from tests.unit.engine import oracle
+from tests.unit.engine import kernel_driver, oracle
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.models import loaded_model, registry
+from tinkex.engine.packed.kernels import binding
+from tinkex.engine.packed.kernels.binding import Kernels
 
 CPU = torch.device("cpu")
 
@@ -46,3 +50,20 @@ def smollm2_info() -> ModelInfo:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_info: ModelInfo) -> loaded_model.Model:
     return loaded_model.load(smollm2_info, CPU, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def neon_by_qemu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    """The kernels for aarch64 on another kind of machine."""
+    running = kernel_driver.start(tmp_path_factory.mktemp("neon"))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """One variant of the C kernels, by its name: see `test_decode_kernels.each_variant`."""
+    by_qemu = request.param == "neon_by_qemu"
+    variant = request.getfixturevalue("neon_by_qemu") if by_qemu else binding.find(request.param)
+    assert isinstance(variant, Kernels)
+    return variant

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.engine import kernel_driver
 from tests.unit.engine.oracle import Session, randomise
 from tests.unit.engine.test_model import CPU, saved
 from tests.unit.engine.test_runners import PACKED
@@ -40,13 +41,21 @@ from tinkex.engine.sampling.decoder import Next
 from tinkex.engine.sampling.kv_cache import RowCache, RowLayer
 
 TARGET = build.TARGETS.get(build.this_machine())
-EVERY = [kernels for kernels in map(binding.find, TARGET.variants if TARGET else ()) if kernels is not None]
-"""All variants that this processor can run. A library that is stale or cannot be loaded fails the first test below."""
-with_kernels = pytest.mark.skipif(not EVERY, reason="no kernels on this machine")
-pytestmark = with_kernels
-each_variant = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.variant)
+VARIANTS = [name for name in (TARGET.variants if TARGET else ()) if binding.find(name) is not None]
+"""Those that this processor can run. `test_kernel_build` fails if there could be some and are none."""
+BY_QEMU = ["neon_by_qemu"] if "neon" not in VARIANTS and kernel_driver.missing_reason() is None else []
+each_variant = pytest.mark.parametrize("kernels", [*VARIANTS, *BY_QEMU], indirect=True)
+with_kernels = pytest.mark.skipif(not VARIANTS, reason="no kernels on this machine")
 
 
+def test_neon_is_tested() -> None:
+    """A parameter that is missing would be missed by nobody."""
+    if "neon" not in VARIANTS and (reason := kernel_driver.missing_reason()):
+        pytest.skip(reason)
+    assert "neon" in VARIANTS or BY_QEMU
+
+
+@with_kernels
 def test_threads_are_torchs_own_whatever_else_was_loaded(tmp_path: Path) -> None:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         loaded = next(line.split()[-1] for line in maps if "libgomp" in line)
@@ -236,6 +245,7 @@ def _adapter(rank: int, sites: Mapping[str, tuple[int, int]]) -> Any:
     return LoraWeights(LoraSpec(rank=rank, seed=0), pairs)
 
 
+@with_kernels
 def test_kernels_that_give_wrong_numbers_are_not_used(
     tiny: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,6 +302,7 @@ def test_every_family_samples_the_same_with_kernels_and_without(
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@with_kernels
 def test_a_step_runs_every_kernel(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products, norms, gates, attention and adapters: each is on the path."""
     kernels = binding.find()
@@ -325,11 +336,13 @@ def log_of(caplog: pytest.LogCaptureFixture) -> str:
     return record.getMessage()
 
 
+@with_kernels
 def test_a_missing_library_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build, "library_path", lambda target: Path("nowhere.lib"))
     assert "not built when tinkex was installed; `make kernels` builds them" in log_of(caplog)
 
 
+@with_kernels
 def test_a_library_of_other_sources_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -337,6 +350,7 @@ def test_a_library_of_other_sources_is_not_used(
     assert "was built from other sources; run `make kernels`" in log_of(caplog)
 
 
+@with_kernels
 def test_a_file_that_is_no_library_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

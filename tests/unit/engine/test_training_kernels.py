@@ -30,7 +30,6 @@ from tinkex.engine.packed.lora_train import PackedLora
 from tinkex.engine.packed.weights import Group
 from tinkex.engine.runner_choice import packed_weights
 
-pytestmark = with_kernels
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -189,6 +188,7 @@ def test_tokens_without_a_gradient_give_none(kernels: Kernels) -> None:
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True) if new is not None)
 
 
+@with_kernels
 def test_wide_adapters_go_to_torch_and_thin_ones_beside_them_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = binding.find()
     assert kernels is not None
@@ -250,6 +250,7 @@ def test_every_family_has_the_gradient_of_the_general_runner(
 KERNELS = ("_rmsnorm", "_rmsnorm_backward", "_rope", "_swiglu", "_swiglu_backward", "_lora_forward", "_lora_backward")
 
 
+@with_kernels
 def test_a_training_pass_runs_every_kernel(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = binding.find()
     assert kernels is not None and packed_weights(tiny)  # the self-check has run: it calls them too
@@ -266,6 +267,7 @@ def test_a_training_pass_runs_every_kernel(tiny: Model, monkeypatch: pytest.Monk
     assert used == set(KERNELS)
 
 
+@with_kernels
 @pytest.mark.parametrize("value", [None, float("nan")])
 @pytest.mark.parametrize(
     "name", ["rmsnorm", "rmsnorm_backward", "rope", "swiglu", "swiglu_backward", "lora_forward", "lora_backward"]
