@@ -40,7 +40,7 @@ def tiny(tiny_info: ModelInfo) -> loaded_model.Model:
 
 @pytest.fixture(scope="session")
 def smollm2_info() -> ModelInfo:
-    """From the GGUF on every machine, also where the hub or its cache would have the loaded_model."""
+    """From the GGUF on every machine, also where the hub or its cache would have the model."""
 
     def unreachable(name: str, progress: object) -> Path:
         raise hub.Unreachable("tests do not ask it")

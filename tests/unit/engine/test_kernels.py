@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.oracle import Session, randomise
-from tests.unit.engine.test_model import CPU, saved
-from tests.unit.engine.test_runners import PACKED
-from tests.unit.engine.test_sample import answer, finish, sampled, sampler, spec
+from tests.unit.engine.test_loaded_model import CPU, saved
+from tests.unit.engine.test_runner_choice import PACKED
+from tests.unit.engine.test_sampler import answer, finish, sampled, sampler, spec
 from tinkex.engine.adapters.lora import LoraWeights
 from tinkex.engine.contract import LoraSpec
 from tinkex.engine.models.loaded_model import Model, load

@@ -25,10 +25,10 @@ from tinkex.engine.contract import Sequence as SampledSequence
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.sampling.decoder import Decoder, Next, Reading
 from tinkex.engine.sampling.kv_cache import RowCache
+from tinkex.engine.sampling.next_token import Chooser, choose, ranked
 from tinkex.engine.sampling.prefix_cache import Prompt, PromptCache
 from tinkex.engine.sampling.prompt_logprobs import PromptScores, not_finite, pairs_of
-from tinkex.engine.sampling.stop_sequences import StopStrings
-from tinkex.engine.sampling.token_choice import Chooser, choose, ranked
+from tinkex.engine.sampling.stop_strings import StopStrings
 
 logger = logging.getLogger("tinkex.engine")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.contract import EngineFault, SampleSpec
-from tinkex.engine.sampling.token_choice import invert, ranked, wide
+from tinkex.engine.sampling.next_token import invert, ranked, wide
 
 LOGITS_AT_ONCE = 1 << 23
 """Entries of [N, V] held at a time: 32 MB of float32."""

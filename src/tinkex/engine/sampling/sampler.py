@@ -23,7 +23,7 @@ from tinkex.engine.runner_choice import decoder_for
 from tinkex.engine.sampling.decode_batch import DecodeBatch, Event, Request, as_fault
 from tinkex.engine.sampling.prefix_cache import PromptCache
 from tinkex.engine.sampling.prompt_logprobs import PromptScores
-from tinkex.engine.sampling.stop_sequences import StopStrings, load_tokenizer
+from tinkex.engine.sampling.stop_strings import StopStrings, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from tinkex.engine.adapters.lora import Segment
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.training import training_data
+from tinkex.engine.training import datum_tensors
 from tinkex.engine.training.runner import Item, weigh
 
 LOGITS = 2**25
@@ -59,7 +59,7 @@ class GeneralRunner:
         Logits exist only for a few positions at a time; a backward pass computes them again instead of keeping them.
         """
         model, data = self._model, [item.datum for item in items]
-        tokens_BT = training_data.pad(data)
+        tokens_BT = datum_tensors.pad(data)
         lengths = [item.length for item in items]
         hidden_BTD = model.hidden(tokens_BT, _segments(items, [1] * len(items)))
         places_N = torch.cat([torch.arange(n) + row * tokens_BT.shape[1] for row, n in enumerate(lengths)])

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault
+from tinkex.engine.training.datum_tensors import Datum
 from tinkex.engine.training.losses import Config, Loss, Metrics
-from tinkex.engine.training.training_data import Datum
 
 
 class Outcome(NamedTuple):

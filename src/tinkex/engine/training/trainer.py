@@ -22,8 +22,8 @@ from tinkex.engine.contract import EngineFault, LoraSpec
 from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.runner_choice import runner_for
-from tinkex.engine.training import losses, training_data
-from tinkex.engine.training.passes import Pass, share
+from tinkex.engine.training import datum_tensors, losses
+from tinkex.engine.training.micro_batches import Pass, share
 from tinkex.engine.training.runner import Item
 
 PASSES = ("forward", "forward_backward")
@@ -60,7 +60,7 @@ class Trainer:
         self._queue.append((number, command))
 
     def step(self) -> list[Reply]:
-        """One turn: what is short, or a part of a micro-training_data. Returns what is finished."""
+        """One turn: what is short, or a part of a micro-batch. Returns what is finished."""
         if self._running is None:
             replies = self._admit()
             if self._passes:
@@ -153,7 +153,7 @@ class Trainer:
         loss = losses.find(head["loss_fn"])
         config = losses.settings(loss, head["config"])
         needs_gradient = head["op"] == "forward_backward"
-        data = training_data.read(command, loss, adapter.model)
+        data = datum_tensors.read(command, loss, adapter.model)
         items = [Item(adapter, datum, loss, config, needs_gradient) for datum in data]
         return Pass(number, head["adapter"], items, str(head.get("party", "")))
 

@@ -15,8 +15,8 @@ import torch
 
 from tests.unit.engine import oracle
 from tests.unit.engine.oracle import Session, datum, randomise
-from tests.unit.engine.test_model import CPU, saved
-from tests.unit.engine.test_sample import answer, spec
+from tests.unit.engine.test_loaded_model import CPU, saved
+from tests.unit.engine.test_sampler import answer, spec
 from tinkex.engine import runner_choice
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model, load

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.models import tiny
-from tinkex.engine.sampling.stop_sequences import StopStrings, load_tokenizer
+from tinkex.engine.sampling.stop_strings import StopStrings, load_tokenizer
 
 
 def byte_tokenizer() -> Any:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.contract import SampleSpec
-from tinkex.engine.sampling import token_choice as module
-from tinkex.engine.sampling.token_choice import Chooser, choose, invert, penalise, ranked
+from tinkex.engine.sampling import next_token as module
+from tinkex.engine.sampling.next_token import Chooser, choose, invert, penalise, ranked
 
 CPU = torch.device("cpu")
 SPEC = SampleSpec(base="m", prompt=(1, 2), seed=3)

@@ -15,8 +15,8 @@ from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame, decode
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.training import losses, training_data
-from tinkex.engine.training.passes import Pass, share
+from tinkex.engine.training import datum_tensors, losses
+from tinkex.engine.training.micro_batches import Pass, share
 from tinkex.engine.training.runner import Item
 from tinkex.types.inputs import Datum
 from tinkex.types.tensor import TensorData
@@ -500,7 +500,7 @@ def passes_of(tiny: Model, lengths: dict[str, list[int]], parties: dict[str, str
     found = []
     for name, given in lengths.items():
         data = [
-            training_data.Datum(n, torch.zeros(size, dtype=torch.long), torch.zeros(size), {})
+            datum_tensors.Datum(n, torch.zeros(size, dtype=torch.long), torch.zeros(size), {})
             for n, size in enumerate(given)
         ]
         items = [Item(adapter, one, loss, {}, False) for one in data]
