@@ -43,11 +43,11 @@ def smollm2_info() -> ModelInfo:
     """From the GGUF on every machine, also where the hub or its cache would have the model."""
 
     def unreachable(name: str, progress: object) -> Path:
-        raise hub.Unreachable("tests do not ask it")
+        raise hub.HubUnreachable("tests do not ask it")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "cached", lambda name: None)
-        patch.setattr(hub, "fetch", unreachable)
+        patch.setattr(hub, "find_cached", lambda name: None)
+        patch.setattr(hub, "download", unreachable)
         return registry.resolve("smollm2-135m", CACHE)
 
 

