@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.frames import Frame, decode
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model
+from tinkex.engine.runner_choice import choose_runner
 from tinkex.engine.training.trainer import Trainer
 from tinkex.types.inputs import Datum, ModelInput
 
@@ -29,7 +31,8 @@ class Session:
 
     def __init__(self, model: Model, *, token_budget: int = 4096) -> None:
         self.model = model
-        self.trainer = Trainer(dict.fromkeys(model.info.names, model), token_budget=token_budget, runner=RUNNER)
+        models = dict.fromkeys(model.info.names, model)
+        self.trainer = Trainer(models, choose_runner=partial(choose_runner, prefer=RUNNER), token_budget=token_budget)
 
     def send(self, command: Frame) -> Frame:
         """Run one command to its end; what it raises is raised."""

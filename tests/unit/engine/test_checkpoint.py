@@ -307,7 +307,7 @@ def test_files_that_are_damaged_missing_or_hold_more_are_refused(tiny: Model, tm
         {**tensors, "base_model.model.model.embed_tokens.weight": torch.zeros(263, 64)},
         folder / "adapter_model.safetensors",
     )
-    refused("has no place")
+    refused("has no layer for")
     save_file({**tensors, first: torch.full_like(tensors[first], torch.nan)}, folder / "adapter_model.safetensors")
     refused("not all finite")
     save_file({key: value for key, value in tensors.items() if key != first}, folder / "adapter_model.safetensors")

@@ -33,8 +33,8 @@ from tinkex.engine.packed.kernels import binding
 from tinkex.engine.packed.kernels.binding import Kernels
 from tinkex.engine.packed.weights import Weights, fuse
 from tinkex.engine.runner_choice import packed_weights
-from tinkex.engine.sampling.decoder import Next
-from tinkex.engine.sampling.kv_cache import RowCache, RowLayer
+from tinkex.engine.sampling.decoder import RowInput
+from tinkex.engine.sampling.kv_cache import KVCache, KVLayer
 
 FOUND = [found for found in map(binding.find, binding.VARIANTS) if found is not None]
 pytestmark = pytest.mark.skipif(not FOUND, reason="the kernels are for x86-64 Linux with AVX2")
@@ -129,8 +129,8 @@ def test_a_gate_is_right_from_the_smallest_to_the_largest_number(found: Kernels)
     torch.testing.assert_close(found.gate(torch.cat([gate, up], 1)).double(), wanted, atol=1e-34, rtol=1e-6)
 
 
-def gathered(steps: Steps, qkv: Tensor, layer: RowLayer, held: list[int], needs_total: bool = True) -> Gathered:
-    steps.begin([Next(0, 3 * own + 1, own, None) for own in held], layer.width + 1 if layer.is_initialized else 1)
+def gathered(steps: Steps, qkv: Tensor, layer: KVLayer, held: list[int], needs_total: bool = True) -> Gathered:
+    steps.begin([RowInput(0, 3 * own + 1, own, None) for own in held], layer.width + 1 if layer.is_initialized else 1)
     return steps.attend(layer, qkv.clone(), needs_total=needs_total)
 
 
@@ -144,7 +144,7 @@ def test_attention_is_that_of_torch(found: Kernels, held: list[int], heads: int,
     qkv = torch.randn(len(held), (heads + 2 * keys) * width)
     results, caches = [], []
     for steps in (KernelSteps(weights, found), TorchSteps(weights)):
-        layer = RowLayer()
+        layer = KVLayer()
         if max(held):
             layer.update(past[0].clone(), past[1].clone())
         results.append(gathered(steps, qkv, layer, held))
@@ -172,14 +172,14 @@ def test_attention_sees_only_its_own_columns_of_a_cache_with_room_to_spare(found
     prompts = torch.randn(3, 2, 1, 2, 9, 16)
     results = []
     for steps in (KernelSteps(weights, found), TorchSteps(weights)):
-        cache = RowCache()
+        cache = KVCache()
         for number, length in enumerate((9, 4, 6)):
-            prompt = RowCache()
+            prompt = KVCache()
             prompt.update(*prompts[number, :, :, :, :length].clone(), 0)
-            cache.join(prompt, 1, coming=5)
-        cache.leave([0], [9, 4, 6])
+            cache.add_rows(prompt, 1, reserved_rows=5)
+        cache.remove_rows([0], [9, 4, 6])
         layer = cache.layers[0]
-        assert isinstance(layer, RowLayer) and layer.start > 0 and layer.keys.shape[0] > layer.rows == 2
+        assert isinstance(layer, KVLayer) and layer.start > 0 and layer.keys.shape[0] > layer.rows == 2
         torch.manual_seed(1)
         results.append(gathered(steps, torch.randn(2, 8 * 16), layer, [6, 4]))
     torch.testing.assert_close(tuple(results[0]), tuple(results[1]), atol=3e-6, rtol=3e-6)
@@ -189,7 +189,7 @@ def test_attention_sees_only_its_own_columns_of_a_cache_with_room_to_spare(found
 def test_rows_that_the_cache_does_not_hold_are_refused(found: Kernels) -> None:
     weights = _attention_only(4, 2, 16)
     for rows, held in ((3, 4), (2, 5)):
-        layer = RowLayer()
+        layer = KVLayer()
         layer.update(*torch.randn(2, 2, 2, 4, 16))
         with pytest.raises(ValueError, match="rows of up to"):
             gathered(KernelSteps(weights, found), torch.randn(rows, 8 * 16), layer, [held] * rows)
@@ -201,11 +201,11 @@ def test_scores_beyond_the_range_of_float32_hide_nothing_that_is_within(found: K
     weights = _attention_only(1, 1, 16)
     keys, values, qkv = torch.randn(1, 1, 70, 16), torch.randn(1, 1, 70, 16), torch.randn(1, 3 * 16)
     keys[:, :, :64], qkv[:, :16] = -3e38, qkv[:, :16].abs() + 10
-    layers = [RowLayer(), RowLayer()]
+    layers = [KVLayer(), KVLayer()]
     results = []
     for steps, layer in zip((KernelSteps(weights, found), TorchSteps(weights)), layers, strict=True):
         layer.update(keys.clone(), values.clone())
-        steps.begin([Next(0, 0, 70, None)], 71)
+        steps.begin([RowInput(0, 0, 70, None)], 71)
         results.append(steps.attend(layer, qkv.clone(), needs_total=False).out_BKGW)
     assert results[0].isfinite().all()
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)

@@ -20,9 +20,9 @@ def value(name: str, lp: Tensor, config: dict[str, float] | None = None, **input
 def compute(
     name: str, lp: Tensor, config: dict[str, float] | None = None, **inputs: Any
 ) -> tuple[Tensor, losses.Metrics]:
-    loss = losses.find(name)
+    loss = losses.find_loss(name)
     given = {key: torch.as_tensor(numbers, dtype=torch.float32) for key, numbers in inputs.items()}
-    return loss.compute(lp, given, losses.settings(loss, config or {}))
+    return loss.compute(lp, given, losses.read_config(loss, config or {}))
 
 
 LP = torch.log(torch.tensor([0.5, 0.25, 0.1]))
@@ -114,7 +114,7 @@ def test_metrics_say_what_ratios_and_clips_were() -> None:
 
 
 def test_metrics_of_a_call_are_combined_by_their_reducer() -> None:
-    found = losses.combine(
+    found = losses.combine_metrics(
         [{"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1}, {"a:sum": 2, "b:mean": 2, "c:min": 2, "d:max": 2}]
     )
     assert found == {"a:sum": 3, "b:mean": 1.5, "c:min": 1, "d:max": 2}
@@ -131,7 +131,7 @@ def test_metrics_of_a_call_are_combined_by_their_reducer() -> None:
 )
 def test_a_loss_that_is_not_offered_is_refused_by_name_with_the_reason(name: Any, words: str) -> None:
     with pytest.raises(EngineFault, match=words) as refused:
-        losses.find(name)
+        losses.find_loss(name)
     assert refused.value.category == "user"
     assert str(name) in str(refused.value)
 
@@ -148,5 +148,5 @@ def test_a_loss_that_is_not_offered_is_refused_by_name_with_the_reason(name: Any
 )
 def test_a_setting_that_would_do_nothing_or_nonsense_is_refused(name: str, config: Any, words: str) -> None:
     with pytest.raises(EngineFault, match=words) as refused:
-        losses.settings(losses.find(name), config)
+        losses.read_config(losses.find_loss(name), config)
     assert refused.value.category == "user"

@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 
 
 def step(adapter: Adapter, settings: optimizer.AdamW) -> dict[str, float]:
-    ((_, metrics),) = optimizer.step_all([adapter], settings)
+    ((_, metrics),) = optimizer.step_adapters([adapter], settings)
     return metrics
 
 

@@ -72,7 +72,7 @@ def test_a_llama_shaped_model_runs_packed_with_the_numbers_of_the_general_runner
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(saved(tmp_path, kind, **PACKED[kind]), CPU, torch.float32)
-    assert isinstance(runner_choice.runner_for(model), PackedRunner)
+    assert isinstance(runner_choice.choose_runner(model), PackedRunner)
     assert_alike(both(model, monkeypatch))
     asked = spec([3, 5, 7, 9] * 5, base=model.info.name, num_samples=3, max_tokens=8, seed=1)
     samples = []
@@ -91,7 +91,7 @@ def test_any_other_model_gets_the_general_runner_and_the_log_says_why(
     settings, reason = GENERAL[kind]
     model = load(saved(tmp_path, kind, **settings), CPU, torch.float32)
     with caplog.at_level(logging.INFO, "tinkex.engine"):
-        assert isinstance(runner_choice.runner_for(model), GeneralRunner)
+        assert isinstance(runner_choice.choose_runner(model), GeneralRunner)
     assert reason in caplog.text
 
 
@@ -101,7 +101,7 @@ def test_a_model_whose_packed_numbers_are_wrong_gets_the_general_runner(
     model = load(saved(tmp_path, "Llama"), CPU, torch.float32)
     monkeypatch.setattr(PackedRunner, "hidden", lambda self, tokens_T: model.hidden(tokens_T[None])[0] * 1.01)
     with caplog.at_level(logging.INFO, "tinkex.engine"):
-        assert isinstance(runner_choice.runner_for(model), GeneralRunner)
+        assert isinstance(runner_choice.choose_runner(model), GeneralRunner)
     assert "differ by" in caplog.text
 
 

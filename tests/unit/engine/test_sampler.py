@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from tinkex.engine.adapters import checkpoint
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault, LoraSpec, ModelInfo, Sampled, SampleSpec, Tokens
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.sampling import decode_batch, prompt_logprobs
-from tinkex.engine.sampling import sampler as sampler_module
-from tinkex.engine.sampling.kv_cache import RowCache
+from tinkex.engine.runner_choice import choose_decoder
+from tinkex.engine.sampling import adapter_cache, decode_batch, prompt_logprobs
+from tinkex.engine.sampling.kv_cache import KVCache
 from tinkex.engine.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("runner")
@@ -31,7 +32,8 @@ TEXT = "The quick brown fox jumps over the lazy dog. "
 
 
 def sampler(model: Model, **bounds: int) -> Sampler:
-    return Sampler(dict.fromkeys(model.info.names, model), runner=oracle.RUNNER, **bounds)
+    models = dict.fromkeys(model.info.names, model)
+    return Sampler(models, choose_decoder=partial(choose_decoder, prefer=oracle.RUNNER), **bounds)
 
 
 def spec(prompt: Iterable[int], base: str = "tinkex/tiny", **options: Any) -> SampleSpec:
@@ -298,7 +300,7 @@ def test_a_chunked_prefill_equals_a_whole_one(tiny: Model, monkeypatch: pytest.M
     given = spec(prompts(1, longest=60)[0] * 5, max_tokens=12, temperature=0.0, prompt_logprobs=True, topk_prompt=2)
     whole = answer(tiny, given)
     for chunk in (1, 7, 64):
-        monkeypatch.setattr(decode_batch, "CHUNK", chunk)
+        monkeypatch.setattr(decode_batch, "CHUNK_TOKENS", chunk)
         parts = answer(tiny, given)
         same(parts, whole)
         assert parts.prompt_logprobs is not None
@@ -307,9 +309,9 @@ def test_a_chunked_prefill_equals_a_whole_one(tiny: Model, monkeypatch: pytest.M
 
 
 def test_one_step_reads_a_chunk_of_a_prompt_and_no_more(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_batch, "CHUNK", 16)
+    monkeypatch.setattr(decode_batch, "CHUNK_TOKENS", 16)
     running = sampler(tiny)
-    reads = first_arguments(monkeypatch, running._decoders[tiny], "read")
+    reads = first_arguments(monkeypatch, running._decoders[tiny], "prefill")
     steps = first_arguments(monkeypatch, running._decoders[tiny], "step")
     finish(running, {1: spec(range(100), max_tokens=3, num_samples=4)})
     assert [len(reading.tokens) for (reading,) in reads] == [16] * 6 + [4]
@@ -520,7 +522,7 @@ def test_batches_of_different_weights_take_turns(tiny: Model, adapter_folders: l
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_read(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_batch, "CHUNK", 8)
+    monkeypatch.setattr(decode_batch, "CHUNK_TOKENS", 8)
     running = sampler(tiny)
     running.add(1, spec(b"abc", max_tokens=30))
     running.step()
@@ -532,7 +534,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_read(tiny: Model, monkeypatch: 
 def test_a_cancelled_request_leaves_at_once_wherever_it_is_and_the_others_stay_right(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_batch, "CHUNK", 4)
+    monkeypatch.setattr(decode_batch, "CHUNK_TOKENS", 4)
     given = {n: spec(p, num_samples=2, max_tokens=12, seed=n) for n, p in enumerate(prompts(6, seed=4, longest=20))}
     alone = {number: answer(tiny, one) for number, one in given.items()}
     for steps in range(0, 30, 2):
@@ -542,7 +544,7 @@ def test_a_cancelled_request_leaves_at_once_wherever_it_is_and_the_others_stay_r
         before = [number for _ in range(steps) for number, _ in running.step()]
         for number in (1, 3, 99):
             running.cancel(number)
-        assert not any(request.number in (1, 3) for batch in running._batches.values() for request in batch.requests)
+        assert not any(request.number in (1, 3) for batch in running._batches.values() for request in batch.samples)
         after = finish(running)
         assert set(after) == {0, 2, 4, 5} - set(before)
         for number in after:
@@ -574,12 +576,12 @@ def test_weights_are_read_once_kept_within_bounds_and_usable_after_the_folder_is
         path.unlink()
     same(sampled(finish(running, {2: spec(b"abc", weights=str(folder))}), 2), first)
 
-    read = first_arguments(monkeypatch, sampler_module, "read_weights")
+    read = first_arguments(monkeypatch, adapter_cache, "read_weights")
     narrow = sampler(tiny, adapters_bytes=1)
     for weights in (0, 0, 1, 0):
         finish(narrow, {1: spec(b"abc", weights=adapter_folders[weights])})
     assert read == [adapter_folders[place] for place in (0, 1, 0)]
-    assert len(narrow._adapters._kept) == 1
+    assert len(narrow._adapters._weights) == 1
     # All at once they cannot be held: they run one after the other.
     answers = finish(narrow, {n: spec(b"abc", weights=at, max_tokens=3) for n, at in enumerate(adapter_folders)})
     assert all(isinstance(found, Sampled) for found in answers.values())
@@ -632,15 +634,15 @@ def test_unreadable_weights_are_the_trouble_of_those_who_ask_for_them(tiny: Mode
 def test_a_prompt_that_does_not_fit_into_memory_fails_alone(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     running = sampler(tiny)
     decoder: Any = running._decoders[tiny]
-    read = decoder.read
+    prefill = decoder.prefill
 
     def short_of_memory(readings: Any) -> Any:
-        found = read(readings)  # the caches have their new columns by now
+        found = prefill(readings)  # the caches have their new columns by now
         if any(len(reading.tokens) > 100 for reading in readings):
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate a lot")
         return found
 
-    monkeypatch.setattr(decoder, "read", short_of_memory)
+    monkeypatch.setattr(decoder, "prefill", short_of_memory)
     answers = finish(running, {1: spec(b"abc"), 2: spec([1] * 200), 3: spec(b"abc")})
     fault = answers[2]
     assert isinstance(fault, EngineFault)
@@ -710,7 +712,7 @@ def test_a_prompt_is_read_once_for_all_calls_that_have_it_and_turns_read_what_is
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = sampler(tiny)
-    reads = first_arguments(monkeypatch, running._decoders[tiny], "read")
+    reads = first_arguments(monkeypatch, running._decoders[tiny], "prefill")
     long = list(TEXT.encode()) * 2
     group = {number: spec(long, max_tokens=3, seed=number) for number in range(6)}
     answers = finish(running, group)
@@ -758,12 +760,12 @@ def test_a_kept_prompt_keeps_no_adapter(tiny: Model, adapter_folders: list[str])
     running = sampler(tiny)
     for number, folder in enumerate(adapter_folders):
         finish(running, {number: spec(list(TEXT.encode()), weights=folder, max_tokens=1)})
-    assert running._prompts.tokens > 0
-    assert all(prompt.weights is None for prompt in running._prompts._kept.values())
+    assert running._prefix_cache.tokens > 0
+    assert all(prompt.weights is None for prompt in running._prefix_cache._prompts.values())
 
 
 def test_a_short_prompt_is_not_kept_waiting_by_long_ones(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_batch, "CHUNK", 64)
+    monkeypatch.setattr(decode_batch, "CHUNK_TOKENS", 64)
     running = sampler(tiny)
     for number in range(5):
         running.add(number, spec([number] * 1000, max_tokens=1))
@@ -778,8 +780,8 @@ def test_prompts_are_kept_within_a_bound(tiny: Model) -> None:
     running = sampler(tiny, max_cache_tokens=8 * 400)
     for number in range(10):
         finish(running, {number: spec([number] * 100, max_tokens=1)})
-        assert running._prompts.tokens <= 400
-    assert running._prompts.nbytes > 0
+        assert running._prefix_cache.tokens <= 400
+    assert running._prefix_cache.nbytes > 0
 
 
 def test_weights_that_have_diverged_are_named_as_the_reason(tiny: Model, tmp_path: Path) -> None:
@@ -803,18 +805,18 @@ def test_weights_that_have_diverged_are_named_as_the_reason(tiny: Model, tmp_pat
 
 
 def test_what_a_diverged_row_leaves_in_the_cache_never_reaches_another() -> None:
-    def prompt(value: float, width: int) -> RowCache:
-        made = RowCache()
+    def prompt(value: float, width: int) -> KVCache:
+        made = KVCache()
         made.update(torch.full((1, 2, width, 4), value), torch.full((1, 2, width, 4), value), 0)
         return made
 
-    cache = RowCache()
+    cache = KVCache()
     for value, width in ((1.0, 3), (torch.nan, 9), (torch.nan, 9)):
-        cache.join(prompt(value, width), 1)
-    assert cache.leave([1, 2], [3, 9, 9]) == [0]
-    cache.join(prompt(2.0, 4), 1)
-    cache.join(prompt(3.0, 8), 1)
-    layer = cache.row_layers[0]
+        cache.add_rows(prompt(value, width), 1)
+    assert cache.remove_rows([1, 2], [3, 9, 9]) == [0]
+    cache.add_rows(prompt(2.0, 4), 1)
+    cache.add_rows(prompt(3.0, 8), 1)
+    layer = cache.kv_layers[0]
     used_BT = layer.keys[:3, 0, layer.start : layer.end, 0]
     # Masked padding is multiplied by zero, which makes nothing of a number, but NaN of NaN.
     assert used_BT.tolist() == [[0.0] * 5 + [1.0] * 3, [0.0] * 4 + [2.0] * 4, [3.0] * 8]

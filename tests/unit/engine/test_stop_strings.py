@@ -43,13 +43,13 @@ def merged_tokenizer() -> Any:
 
 
 def _spell(content: bytes) -> str:
-    return "".join(tiny._letters()[byte] for byte in content)
+    return "".join(tiny._byte_letters()[byte] for byte in content)
 
 
 def stops_at(tokenizer: Any, strings: list[str], tokens: list[int], prompt: list[int] | None = None) -> int | None:
     """The place of the token that ends the sequence, or None."""
     watcher = StopStrings(tokenizer, strings, prompt if prompt is not None else [0])
-    return next((place for place, token in enumerate(tokens) if watcher.push(token)), None)
+    return next((place for place, token in enumerate(tokens) if watcher.add_token(token)), None)
 
 
 def test_a_stop_string_spans_tokens_and_ends_with_the_last_of_them() -> None:

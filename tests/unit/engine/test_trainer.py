@@ -16,7 +16,7 @@ from tinkex.engine.frames import Frame, decode
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training import datum_tensors, losses
-from tinkex.engine.training.micro_batches import Pass, share
+from tinkex.engine.training.micro_batches import Pass, next_micro_batch
 from tinkex.engine.training.runner import Item
 from tinkex.types.inputs import Datum
 from tinkex.types.tensor import TensorData
@@ -220,7 +220,7 @@ class Failing:
 
     def __init__(self, runner: Any, at: int, problem: Exception, guilty: str | None = None) -> None:
         self._runner, self._left, self._problem, self._guilty = runner, at, problem, guilty
-        self.size = runner.size
+        self.cost_tokens = runner.cost_tokens
 
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
         self._left -= 1
@@ -487,7 +487,7 @@ class Whole:
 
     name = "whole"
 
-    def size(self, count: int, longest: int, total: int) -> int:
+    def cost_tokens(self, count: int, longest: int, total: int) -> int:
         return total
 
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
@@ -496,11 +496,11 @@ class Whole:
 
 def passes_of(tiny: Model, lengths: dict[str, list[int]], parties: dict[str, str] | None = None) -> list[Pass]:
     adapter = Session(tiny).create()
-    loss = losses.find("cross_entropy")
+    loss = losses.find_loss("cross_entropy")
     found = []
     for name, given in lengths.items():
         data = [
-            datum_tensors.Datum(n, torch.zeros(size, dtype=torch.long), torch.zeros(size), {})
+            datum_tensors.DatumTensors(n, torch.zeros(size, dtype=torch.long), torch.zeros(size), {})
             for n, size in enumerate(given)
         ]
         items = [Item(adapter, one, loss, {}, False) for one in data]
@@ -510,8 +510,8 @@ def passes_of(tiny: Model, lengths: dict[str, list[int]], parties: dict[str, str
 
 def sizes(tiny: Model, budget: int, lengths: dict[str, list[int]], parties: dict[str, str] | None = None) -> Any:
     passes = passes_of(tiny, lengths, parties)
-    share(passes, budget, Whole())
-    return {one.name: [item.length for item in one.running] for one in passes}
+    next_micro_batch(passes, budget, Whole())
+    return {one.adapter_name: [item.length for item in one.running] for one in passes}
 
 
 @pytest.mark.parametrize(

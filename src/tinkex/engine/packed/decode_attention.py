@@ -15,8 +15,8 @@ from torch import Tensor
 from tinkex.engine.packed import norm_rope_gate
 from tinkex.engine.packed.kernels.binding import Attention, Kernels
 from tinkex.engine.packed.weights import Weights
-from tinkex.engine.sampling.decoder import Next
-from tinkex.engine.sampling.kv_cache import RowLayer, padding_mask
+from tinkex.engine.sampling.decoder import RowInput
+from tinkex.engine.sampling.kv_cache import KVLayer, padding_mask
 
 
 class Gathered(NamedTuple):
@@ -30,10 +30,10 @@ class Gathered(NamedTuple):
 
 
 class Steps(Protocol):
-    def begin(self, rows: Sequence[Next], width: int) -> None:
+    def begin(self, rows: Sequence[RowInput], width: int) -> None:
         """Before the first layer of a step: where rows stand in a cache that has `width` columns with this one."""
 
-    def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
+    def attend(self, layer: KVLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
         """Turn queries and keys, put keys and values into the cache, and look at all that a row has there."""
 
 
@@ -49,15 +49,15 @@ class TorchSteps:
         self._weights = weights
         self._shape = (-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
 
-    def begin(self, rows: Sequence[Next], width: int) -> None:
+    def begin(self, rows: Sequence[RowInput], width: int) -> None:
         self._angles = self._weights.angles(torch.tensor([row.position for row in rows]))
-        mask_BT = padding_mask([row.held + 1 for row in rows], width, torch.device("cpu"))
+        mask_BT = padding_mask([row.cached_tokens + 1 for row in rows], width, torch.device("cpu"))
         self._mask_N1T = None
         if mask_BT is not None:
             mask_B1T = torch.zeros(mask_BT.shape).masked_fill_(~mask_BT, -torch.inf)[:, None]
             self._mask_N1T = mask_B1T.repeat_interleave(self._weights.key_heads, 0)
 
-    def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
+    def attend(self, layer: KVLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
         weights = self._weights
         norm_rope_gate.rotate(weights, qkv_BO, *self._angles)
         heads, keys = weights.heads, weights.key_heads
@@ -80,11 +80,11 @@ class KernelSteps:
         self._weights, self._kernels = weights, found
         self._shape = (-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
 
-    def begin(self, rows: Sequence[Next], width: int) -> None:
+    def begin(self, rows: Sequence[RowInput], width: int) -> None:
         weights, count = self._weights, len(rows)
         self._cos_B1W, self._sin_B1W = weights.angles(torch.tensor([row.position for row in rows]))
-        self._held_B = torch.tensor([row.held for row in rows])
-        self._longest = max(row.held for row in rows)
+        self._held_B = torch.tensor([row.cached_tokens for row in rows])
+        self._longest = max(row.cached_tokens for row in rows)
         self._most_BH, self._total_BH = torch.empty(2, count, weights.heads)
         self._job = Attention(
             cosine=self._cos_B1W.data_ptr(),
@@ -99,7 +99,7 @@ class KernelSteps:
             scale=weights.scale,
         )
 
-    def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
+    def attend(self, layer: KVLayer, qkv_BO: Tensor, *, needs_total: bool) -> Gathered:
         weights, job = self._weights, self._job
         queries = weights.heads * weights.head_width
         out_BO = torch.empty(len(qkv_BO), queries)
@@ -109,7 +109,7 @@ class KernelSteps:
         # The kernel writes where it is told to; torch would have refused.
         if layer.rows != len(qkv_BO) or self._longest > layer.width:
             raise ValueError(f"{len(qkv_BO)} rows of up to {self._longest} tokens in a cache of {layer.rows}")
-        job.column = layer.reserve(1)
+        job.column = layer.reserve_columns(1)
         job.qkv, job.gathered = qkv_BO.data_ptr(), out_BO.data_ptr()
         job.keys, job.values, job.columns = layer.keys.data_ptr(), layer.values.data_ptr(), layer.keys.shape[2]
         self._kernels.attend(job)

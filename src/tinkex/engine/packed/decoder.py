@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinkex.engine.adapters.lora import segments_of
 from tinkex.engine.packed import linear, norm_rope_gate, quantized
 from tinkex.engine.packed.decode_attention import steps_for
 from tinkex.engine.packed.linear import Packed
@@ -26,8 +27,8 @@ from tinkex.engine.packed.lora_train import Deltas
 from tinkex.engine.packed.quantized import Linear
 from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.packed.weights import Weights
-from tinkex.engine.sampling.decoder import Acting, Next, Reading, segments_of
-from tinkex.engine.sampling.kv_cache import RowCache, RowLayer
+from tinkex.engine.sampling.decoder import PromptChunk, RowAdapters, RowInput
+from tinkex.engine.sampling.kv_cache import KVCache, KVLayer
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -42,7 +43,7 @@ _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 class PackedDecoder:
     """Implements `decoder.Decoder`."""
 
-    can_share = True
+    can_share_prefix = True
 
     def __init__(self, weights: Weights, kind: str = "float32") -> None:
         """`kind`: of the weights that rows step with, one of `quantized.FORMATS`."""
@@ -65,7 +66,7 @@ class PackedDecoder:
 
     # Prompts
 
-    def read(self, readings: Sequence[Reading]) -> list[Tensor]:
+    def prefill(self, readings: Sequence[PromptChunk]) -> list[Tensor]:
         linears: Sequence[Linear | None] = self._packed()  # first: it decides whether there are kernels
         weights = self._weights
         order = _order(readings)
@@ -74,7 +75,7 @@ class PackedDecoder:
         segments = segments_of([one.weights for one in readings for _ in one.tokens])
         deltas = Deltas(segments, sum(lengths), found=weights.kernels)
         looks = _looks(readings)
-        positions_N = torch.cat([torch.arange(one.at, one.at + len(one.tokens)) for one in readings])
+        positions_N = torch.cat([torch.arange(one.start, one.start + len(one.tokens)) for one in readings])
         cos_N1W, sin_N1W = weights.angles(positions_N)
         x_ND = weights.embedded(torch.tensor([token for reading in readings for token in reading.tokens]))
         for number, layer in enumerate(weights.layers):
@@ -111,10 +112,10 @@ class PackedDecoder:
 
     # Rows
 
-    def step(self, cache: RowCache, rows: Sequence[Next]) -> Tensor:
+    def step(self, cache: KVCache, rows: Sequence[RowInput]) -> Tensor:
         return self._step(self._packed(), cache, rows)
 
-    def _step(self, linears: Sequence[Linear], cache: RowCache, rows: Sequence[Next]) -> Tensor:
+    def _step(self, linears: Sequence[Linear], cache: KVCache, rows: Sequence[RowInput]) -> Tensor:
         weights, steps = self._weights, self._steps
         self._stacks.arrange([row.weights for row in rows])
         steps.begin(rows, cache.width + 1)
@@ -129,7 +130,7 @@ class PackedDecoder:
             x_BD = self._linear(linears, 4 * number + 3, norm_rope_gate.activate(weights, gate_up_BF), x_BD)
         return norm_rope_gate.norm(weights, x_BD, weights.norm_D)
 
-    def logits(self, hidden_ND: Tensor, acting: Acting) -> Tensor:
+    def logits(self, hidden_ND: Tensor, acting: RowAdapters) -> Tensor:
         if hidden_ND.shape[0] <= linear.PACKED_UP_TO:
             unembed = self._packed()[-1]
             self._head.arrange(acting)
@@ -152,7 +153,7 @@ class PackedDecoder:
         self._stacks.add(number, x_BD, y_BO)
         return y_BO
 
-    def _gather(self, cache: RowCache, number: int, qkv_BO: Tensor, shared: Sequence[Shared]) -> Tensor:
+    def _gather(self, cache: KVCache, number: int, qkv_BO: Tensor, shared: Sequence[Shared]) -> Tensor:
         """Attention of every row to its own tokens, and to the prompt that it shares."""
         weights = self._weights
         query_BKGW, out_BKGW, total_BKG = self._steps.attend(_layer(cache, number), qkv_BO, needs_total=bool(shared))
@@ -198,8 +199,8 @@ class PackedDecoder:
 
     def _is_right(self, linears: Sequence[Linear]) -> bool:
         """Whether steps find what a whole pass finds: the kernels were built elsewhere."""
-        tokens_T, cache = torch.arange(PROVED) * 997 % len(self._weights.head_VD), RowCache()
-        rows = [Next(token, at, at, None) for at, token in enumerate(tokens_T.tolist())]
+        tokens_T, cache = torch.arange(PROVED) * 997 % len(self._weights.head_VD), KVCache()
+        rows = [RowInput(token, at, at, None) for at, token in enumerate(tokens_T.tolist())]
         found = [self._step(linears, cache, [row]) for row in rows]
         own_TD = PackedRunner(replace(self._weights, kernels=None)).hidden(tokens_T)
         return float((torch.cat(found) - own_TD).abs().max()) <= TOLERANCE * float(own_TD.abs().max())
@@ -209,7 +210,7 @@ class Look(NamedTuple):
     """New tokens of a prompt that has others before; or of several whole prompts of one length."""
 
     tokens: slice
-    caches: list[RowCache]
+    caches: list[KVCache]
     mask_TT: Tensor | None
     """None if the plain causal mask will do."""
 
@@ -218,15 +219,15 @@ class Look(NamedTuple):
         return self.mask_TT is None
 
 
-def _order(readings: Sequence[Reading]) -> list[int]:
+def _order(readings: Sequence[PromptChunk]) -> list[int]:
     """Prompts of one adapter stand side by side, and those of one length within."""
     adapters = list(dict.fromkeys(id(reading.weights) for reading in readings))
     places = {adapter: place for place, adapter in enumerate(adapters)}
-    kinds = [(places[id(one.weights)], one.at, len(one.tokens)) for one in readings]
+    kinds = [(places[id(one.weights)], one.start, len(one.tokens)) for one in readings]
     return sorted(range(len(readings)), key=kinds.__getitem__)
 
 
-def _looks(readings: Sequence[Reading]) -> list[Look]:
+def _looks(readings: Sequence[PromptChunk]) -> list[Look]:
     found: list[Look] = []
     at = 0
     for reading in readings:
@@ -235,13 +236,13 @@ def _looks(readings: Sequence[Reading]) -> list[Look]:
         if (
             last is not None
             and last.is_whole
-            and reading.at == 0
+            and reading.start == 0
             and last.tokens.stop - last.tokens.start == length * len(last.caches)
         ):
             last.caches.append(reading.cache)
             found[-1] = last._replace(tokens=slice(last.tokens.start, at + length))
         else:
-            found.append(Look(slice(at, at + length), [reading.cache], _causal(reading.at, length)))
+            found.append(Look(slice(at, at + length), [reading.cache], _causal(reading.start, length)))
         at += length
     return found
 
@@ -250,12 +251,12 @@ class Shared(NamedTuple):
     """Rows that look at one prompt's cache."""
 
     rows: Tensor | slice
-    prefix: RowCache
+    prefix: KVCache
 
 
-def _shared(rows: Sequence[Next]) -> list[Shared]:
+def _shared(rows: Sequence[RowInput]) -> list[Shared]:
     places: dict[int, list[int]] = {}
-    caches: dict[int, RowCache] = {}
+    caches: dict[int, KVCache] = {}
     for number, row in enumerate(rows):
         if row.prefix is not None:
             places.setdefault(id(row.prefix), []).append(number)
@@ -268,11 +269,11 @@ def _shared(rows: Sequence[Next]) -> list[Shared]:
     return found
 
 
-def _layer(cache: RowCache, number: int) -> RowLayer:
+def _layer(cache: KVCache, number: int) -> KVLayer:
     while len(cache.layers) <= number:
-        cache.layers.append(RowLayer())
+        cache.layers.append(KVLayer())
     layer = cache.layers[number]
-    assert isinstance(layer, RowLayer)
+    assert isinstance(layer, KVLayer)
     return layer
 
 

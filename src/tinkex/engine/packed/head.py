@@ -19,7 +19,7 @@ from torch import Tensor
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.packed import linear
-from tinkex.engine.training.runner import Item, slope, weigh
+from tinkex.engine.training.runner import Item, compute_loss, loss_gradient
 
 LOGITS = 2**25
 """Logits held at a time (128 MB in float32): 682 positions at 49,152 tokens."""
@@ -86,7 +86,7 @@ def _short(head: Head, items: Sequence[Item], hidden_ND: Tensor, d_ND: Tensor | 
     logs_NV = _logs(head, parts, hidden_ND)
     at, slopes = 0, []
     for item, targets_NK in parts:
-        found = weigh(item, logs_NV[at : at + item.length].gather(1, targets_NK).view(item.datum.targets.shape))
+        found = compute_loss(item, logs_NV[at : at + item.length].gather(1, targets_NK).view(item.datum.targets.shape))
         slopes.append(torch.zeros(targets_NK.shape) if found is None else found)
         at += item.length
     if d_ND is not None:
@@ -105,7 +105,7 @@ def _long(head: Head, item: Item, hidden_ND: Tensor, d_ND: Tensor | None) -> Non
         found.append(logs_NV.gather(1, targets_NK[piece]))
         if is_by_piece and d_ND is not None:
             _back(head, parts, hidden_ND[piece], logs_NV, [_slope(item, piece, found[-1])], d_ND[piece])
-    d_lp = weigh(item, torch.cat(found).view(item.datum.targets.shape))
+    d_lp = compute_loss(item, torch.cat(found).view(item.datum.targets.shape))
     if d_ND is not None and not is_by_piece and d_lp is not None:
         for piece in pieces:
             parts = [Part(item, targets_NK[piece])]
@@ -114,7 +114,7 @@ def _long(head: Head, item: Item, hidden_ND: Tensor, d_ND: Tensor | None) -> Non
 
 
 def _slope(item: Item, piece: slice, lp_NK: Tensor) -> Tensor:
-    """The gradient of a piece's part of the loss. What is wrong with it, `weigh` will say of the whole."""
+    """The gradient of a piece's part of the loss. What is wrong with it, `compute_loss` will say of the whole."""
     leaf = lp_NK.view(item.datum.targets[piece].shape).clone().requires_grad_()
     given = {name: value[piece] for name, value in item.datum.inputs.items()}
     try:
@@ -122,7 +122,7 @@ def _slope(item: Item, piece: slice, lp_NK: Tensor) -> Tensor:
             term, _ = item.loss.compute(leaf, given, item.config)
     except EngineFault:
         return torch.zeros_like(leaf)
-    return slope(term, leaf)
+    return loss_gradient(term, leaf)
 
 
 def _logs(head: Head, parts: Sequence[Part], hidden_ND: Tensor) -> Tensor:

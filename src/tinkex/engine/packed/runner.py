@@ -37,7 +37,7 @@ class PackedRunner:
         self._head = Head(weights.head_VD, weights.head_site)
         self._kept_bytes = kept_bytes
 
-    def size(self, count: int, longest: int, total: int) -> int:
+    def cost_tokens(self, count: int, longest: int, total: int) -> int:
         return total
 
     def hidden(self, tokens_T: Tensor) -> Tensor:

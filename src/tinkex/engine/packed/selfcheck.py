@@ -22,7 +22,7 @@ RANKS = (9, 3)
 
 
 @torch.no_grad()
-def probe(weights: Weights) -> list[Tensor]:
+def run_selfcheck(weights: Weights) -> list[Tensor]:
     """What comes out of every piece, there and back, with the shapes of the model's first layer."""
     layer, width = weights.layers[0], weights.embedding_VD.shape[1]
     source = torch.Generator().manual_seed(0)

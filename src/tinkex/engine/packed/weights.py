@@ -82,8 +82,8 @@ class Weights:
         return cos_1NW[0, :, None, :half].contiguous(), sin_1NW[0, :, None, :half].contiguous()
 
 
-def why_not(module: Any, device: torch.device) -> str:
-    """Why a model cannot be run packed; empty if it can."""
+def unsupported_reason(module: Any, device: torch.device) -> str | None:
+    """Return why a model cannot run packed, or None if it can."""
     config = module.config.get_text_config()
     kind = str(config.model_type)
     if kind not in FAMILIES:
@@ -101,7 +101,7 @@ def why_not(module: Any, device: torch.device) -> str:
         return "it looks ahead"
     if str(config.hidden_act) not in ("silu", "gelu_pytorch_tanh"):
         return f"its activation ({config.hidden_act}) is not known"
-    return ""
+    return None
 
 
 def fuse(module: Any, found: Kernels | None = None) -> Weights:

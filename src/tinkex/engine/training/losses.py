@@ -1,10 +1,11 @@
-"""Every loss, as a function of one datum's target log-probabilities. Sums over tokens, never means.
+"""All losses. Each is a function of the target log-probabilities of one datum, summed over tokens, never averaged.
 
-Per token: `lp` the log-probability of the target under the model, `q` the caller's `logprobs`, `A` its `advantages`,
-`w` its `weights`, r = exp(lp − q). Inputs have the shape of the targets, [T] or [T, K] (`batch` has seen to that).
+Per token: `lp` is the log-probability of the target under the model, `q` the caller's `logprobs`, `A` the caller's
+`advantages`, `w` the caller's `weights`, and r = exp(lp − q) the ratio; `sg` stops the gradient. `lp` and all inputs
+have the shape of the targets, [T] or [T, K] (`datum_tensors` checks that): T tokens, K targets of one position.
 
-A token whose advantage or weight is 0 has loss 0 whatever its ratio is: its log-ratio is taken as 0, because an
-overflowing ratio times 0 would be no number.
+A token whose advantage or weight is 0 has loss 0 whatever its ratio: its log-ratio is replaced by 0, because an
+overflowing ratio times 0 is NaN. `where` replaces it before `exp`, so the gradient stays finite too.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from tinkex.engine.contract import EngineFault
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
 Metrics = dict[str, float]
-"""Named `name:reducer` for one datum; `combine` makes those of a call."""
+"""Metrics of one datum, named `name:reducer`; `combine_metrics` makes those of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss and what it takes, besides `target_tokens`."""
+    """A loss, and which inputs it takes besides `target_tokens`."""
 
     name: str
     compute: Callable[[Tensor, Inputs, Config], tuple[Tensor, Metrics]]
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     config: Mapping[str, float] | None = None
-    """Its settings and their defaults."""
+    """Its settings in `loss_fn_config`, with their defaults."""
     takes_2d: bool = False
     skips_unlisted: bool = False
-    """Whether an entry that a sparse input does not list has no part in the loss, rather than being 0."""
+    """Whether an entry that a sparse input does not list is left out of the loss, instead of counting as 0."""
     weighs_positions: bool = False
     """Whether weights may be given as [T] for targets [T, K]."""
     is_by_token: bool = True
-    """Whether a token's part of it depends on that token alone, so that a long datum may be cut."""
+    """Whether a token's part of the loss depends on that token only, so that a long datum may be computed in pieces."""
 
 
 def cross_entropy(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -87,14 +88,16 @@ def dro(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
 def gspo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     """Σ −min(s·A, clip(s, lo, hi)·A); s = exp(m + lp − sg(lp)) with m the mean log-ratio of the masked tokens."""
     advantages = inputs["advantages"]
-    fixed = lp.detach()
+    constant_lp = lp.detach()
     mask = inputs["sequence_ratio_mask"] != 0
     if not bool(mask.any()):
         if bool((advantages != 0).any()):
             raise EngineFault("sequence_ratio_mask is 0 everywhere, but gspo's ratio is a mean over the masked tokens.")
         mask = torch.ones_like(mask)
-    mean = (fixed - inputs["logprobs"])[mask].mean()
-    log_ratio = torch.where(advantages != 0, mean + lp - fixed, lp - fixed)
+    mean = (constant_lp - inputs["logprobs"])[mask].mean()
+    # The value of `lp - constant_lp` is 0 and its gradient 1: every token has the ratio of the sequence, and its own
+    # gradient. A token without an advantage gets the ratio 1.
+    log_ratio = torch.where(advantages != 0, mean + lp - constant_lp, lp - constant_lp)
     ratio = log_ratio.exp()
     clipped = _clip(ratio, inputs, config)
     loss = -torch.minimum(ratio * advantages, clipped * advantages).sum()
@@ -102,11 +105,14 @@ def gspo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
 
 
 def kl_divergence(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
-    """1-D: Σ w·(exp(q − lp) − (q − lp) − 1). 2-D, q the teacher's: Σ_t w_t Σ_k exp(q)·(q − lp)."""
+    """1-D: Σ w·(exp(q − lp) − (q − lp) − 1). 2-D, with q of the teacher: Σ_t w_t Σ_k exp(q)·(q − lp).
+
+    The 1-D form is the estimator of KL(model ‖ q) at tokens drawn from the model; the 2-D form is KL(q ‖ model) over
+    the K listed tokens."""
     w, q = inputs["weights"], inputs["logprobs"]
     difference = torch.where(w != 0, q - lp, 0.0)
-    each = difference.exp() - difference - 1 if lp.ndim == 1 else q.exp() * difference
-    return (w * each).sum(), {"weight:sum": float(w.double().sum())}
+    per_token = difference.exp() - difference - 1 if lp.ndim == 1 else q.exp() * difference
+    return (w * per_token).sum(), {"weight:sum": float(w.double().sum())}
 
 
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -133,27 +139,27 @@ LOSSES: Mapping[str, Loss] = {
     )
 }
 
-_REFUSED = {
+_NOT_OFFERED = {
     "stable_reinforce": "its formula is not public, and it needs information that only the hosted sampler records. "
     "importance_sampling and ppo are close",
-    "custom": "losses of your own do not run on the service yet. Use forward_backward_custom, which computes them in "
-    "your program",
+    "custom": "custom losses do not run on the service yet. Use forward_backward_custom, which computes them in your "
+    "program",
 }
 
 
-def find(name: object) -> Loss:
-    """The loss of that name."""
+def find_loss(name: object) -> Loss:
+    """Return the loss of that name. Raises EngineFault with the known names if there is none."""
     if isinstance(name, str) and name in LOSSES:
         return LOSSES[name]
-    if isinstance(name, str) and name in _REFUSED:
-        raise EngineFault(f"The loss {name!r} is not offered: {_REFUSED[name]}.")
+    if isinstance(name, str) and name in _NOT_OFFERED:
+        raise EngineFault(f"The loss {name!r} is not offered: {_NOT_OFFERED[name]}.")
     raise EngineFault(f"There is no loss {str(name)[:100]!r}. Known: {', '.join(sorted(LOSSES))}.")
 
 
-def settings(loss: Loss, given: Mapping[str, object]) -> Config:
-    """The loss's settings: defaults and what the caller gave."""
+def read_config(loss: Loss, settings: Mapping[str, object]) -> Config:
+    """Return the loss's settings: the defaults, replaced by the caller's."""
     config = dict(loss.config or {})
-    for key, value in given.items():
+    for key, value in settings.items():
         if key not in config:
             takes = f"It takes {' and '.join(config)}." if config else "It takes none."
             raise EngineFault(f"{loss.name} has no setting {str(key)[:100]!r} in loss_fn_config. {takes}")
@@ -166,11 +172,11 @@ def settings(loss: Loss, given: Mapping[str, object]) -> Config:
     return config
 
 
-def combine(found: list[Metrics]) -> Metrics:
-    """The metrics of a call. A `mean` is one over datums, as clients weigh the parts of a batch by those."""
+def combine_metrics(per_datum: list[Metrics]) -> Metrics:
+    """Return the metrics of a call. A `mean` is over datums, because clients weight the chunks of a batch by those."""
     combined: Metrics = {}
-    for key in found[0] if found else ():
-        values = [metrics[key] for metrics in found]
+    for key in per_datum[0] if per_datum else ():
+        values = [metrics[key] for metrics in per_datum]
         match key.rpartition(":")[2]:
             case "sum":
                 combined[key] = math.fsum(values)
@@ -184,10 +190,12 @@ def combine(found: list[Metrics]) -> Metrics:
 
 
 def _log_ratio(lp: Tensor, inputs: Inputs) -> Tensor:
+    """Return lp − q, and 0 for tokens without an advantage (see the top of the file)."""
     return torch.where(inputs["advantages"] != 0, lp - inputs["logprobs"], 0.0)
 
 
 def _clip(ratio: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """Clamp the ratio to the thresholds: per token if the datum has them, else those of `loss_fn_config`."""
     low, high = (
         inputs.get(key, torch.full_like(ratio, config[key])) for key in ("clip_low_threshold", "clip_high_threshold")
     )
@@ -195,20 +203,20 @@ def _clip(ratio: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def _ratio_metrics(log_ratio: Tensor, advantages: Tensor) -> Metrics:
-    """Over the tokens that have an advantage; others, such as a prompt's, often have no true log-probability."""
-    acting = log_ratio.detach()[advantages != 0]
-    if not acting.numel():
-        acting = torch.zeros(1)
-    ratio = acting.exp()
+    """Return metrics over the tokens with an advantage; the caller's logprobs of others, such as a prompt's, are often
+    made up."""
+    log_ratio = log_ratio.detach()[advantages != 0]
+    if not log_ratio.numel():
+        log_ratio = torch.zeros(1)
+    ratio = log_ratio.exp()
     return {
         "ratio:mean": float(ratio.mean()),
         "ratio:min": float(ratio.min()),
         "ratio:max": float(ratio.max()),
-        "sampler_kl:mean": float(-acting.mean()),
+        "sampler_kl:mean": float(-log_ratio.mean()),
     }
 
 
 def _clip_metrics(ratio: Tensor, clipped: Tensor, advantages: Tensor) -> Metrics:
-    acting = advantages != 0
-    touched = (ratio.detach() != clipped.detach())[acting]
-    return {"clipped:mean": float(touched.float().mean()) if touched.numel() else 0.0}
+    is_clipped = (ratio.detach() != clipped.detach())[advantages != 0]
+    return {"clipped:mean": float(is_clipped.float().mean()) if is_clipped.numel() else 0.0}

@@ -1,7 +1,10 @@
-"""Passes on their way, and how they share micro-batches.
+"""Passes in progress, and the choice of the items that go into the next micro-batch.
 
-Each party (the server says who) gets an equal share of a micro-batch's tokens, and what one leaves over the others
-take, so that a short pass is over with the next micro-batch however long the others are.
+A pass is one `forward` or `forward_backward` command; its datums are its items. Each party (the server names it) gets
+an equal share of a micro-batch's tokens, and the others take what a party leaves over. So a short pass is finished by
+the next micro-batch, however long the other passes are.
+
+Axes: P all numbers of an adapter.
 """
 
 from __future__ import annotations
@@ -17,99 +20,109 @@ from tinkex.engine.adapters import optimizer
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame
 from tinkex.engine.training import losses
-from tinkex.engine.training.runner import Item, Outcome, Runner
+from tinkex.engine.training.runner import DatumResult, Item, Runner
 
 
 class Pass:
-    """A `forward` or `forward_backward` on its way."""
+    """A `forward` or `forward_backward` in progress.
 
-    def __init__(self, number: int, name: str, items: Sequence[Item], party: str = "") -> None:
-        self.number, self.name, self.items = number, name, items
+    Every item is first in `pending`, then in `running` while its micro-batch runs, and has a result after that.
+    """
+
+    def __init__(self, number: int, adapter_name: str, items: Sequence[Item], party: str = "") -> None:
+        self.number, self.adapter_name, self.items = number, adapter_name, items
         self.adapter = items[0].adapter
         self.needs_gradient = items[0].needs_gradient
         self.party = party
-        """Whose it is: parties get equal shares, however many passes they have."""
-        self.is_alone = False
-        """Whether it shares no micro-batch: it was in one that failed."""
+        """Whose pass it is: parties get equal shares, however many passes they have."""
+        self.runs_alone = False
+        """Whether it shares no micro-batch, because it was in one that failed."""
         self.seconds = 0.0
-        """Its share, by tokens, of the time of the micro-batches that it was in."""
+        """Its share, by tokens, of the time of its micro-batches."""
+        self.pending = self._longest_first()
         self.running: list[Item] = []
+        # The gradient before the pass, so that a failure can be undone. None means that it was zero.
         had_gradient = self.needs_gradient and self.adapter.has_gradient
-        self._before_P: Tensor | None = self.adapter.gradient_P.clone() if had_gradient else None
-        self.left = self._in_order()
+        self._gradient_before_P: Tensor | None = self.adapter.gradient_P.clone() if had_gradient else None
 
-    def _in_order(self) -> deque[Item]:
-        """The longest first: those of similar length go together."""
+    def _longest_first(self) -> deque[Item]:
+        """All items in the order in which they run: items of similar length share a micro-batch."""
         return deque(sorted(self.items, key=lambda item: (-item.length, item.datum.index)))
 
     def finish(self) -> Frame:
+        """Return the reply of a pass whose items all have results. Raises if its gradient is not finite."""
         if self.needs_gradient and not math.isfinite(optimizer.norm(self.adapter.gradient_P)):
             raise EngineFault(
                 "The gradient of this batch is beyond the range of float32 (inf or nan), so it was not added. Look "
                 "for very large weights or advantages, or logprobs far below the model's own."
             )
         self.adapter.has_gradient = self.adapter.has_gradient or self.needs_gradient
-        return _reply([item.outcome for item in self.items if isinstance(item.outcome, Outcome)], self.seconds)
+        return _reply([item.result for item in self.items if isinstance(item.result, DatumResult)], self.seconds)
 
-    def undo(self) -> None:
-        """Leave no trace of it in the gradient."""
-        if self._before_P is not None:
-            self.adapter.gradient_P.copy_(self._before_P)
+    def undo_gradient(self) -> None:
+        """Restore the gradient to what it was before the pass, bit for bit."""
+        if self._gradient_before_P is not None:
+            self.adapter.gradient_P.copy_(self._gradient_before_P)
         elif self.needs_gradient:
             self.adapter.gradient_P.zero_()
 
-    def begin_again(self) -> None:
-        self.is_alone = True
+    def restart_alone(self) -> None:
+        """Run all items again, in micro-batches of this pass only."""
+        self.runs_alone = True
         self.running.clear()
         for item in self.items:
-            item.outcome = None
-        self.left = self._in_order()
+            item.result = None
+        self.pending = self._longest_first()
 
 
-def share(passes: Sequence[Pass], token_budget: int, runner: Runner) -> list[Item]:
-    """The items of the next micro-batch; they move from `left` to `running`.
+def next_micro_batch(passes: Sequence[Pass], token_budget: int, runner: Runner) -> list[Item]:
+    """Choose the items of the next micro-batch and move them from `pending` to `running`.
 
-    The pass that waits longest has at least one, however long: nobody starves. Then every party has an equal share of
-    the tokens, and what is left over goes to whoever comes first.
+    `passes` are in the order of their waiting. Items are chosen in three rounds:
+
+    1. The pass that has waited longest gets one item, however long it is. So no pass starves.
+    2. Every party may fill an equal share of the budget. Its passes take one item each in turn.
+    3. Tokens that are still free go to the passes in order.
     """
-    taken: list[Item] = []
+    batch: list[Item] = []
     total = longest = 0
 
-    def take(one: Pass, room: int) -> int:
-        """The next item of a pass, if it fits; how many tokens it has."""
+    def add_next_item(pass_: Pass, room: int) -> int:
+        """Add the next item of a pass if it fits into `room` and into the budget. Returns its tokens, else 0."""
         nonlocal total, longest
-        length = one.left[0].length if one.left else 0
-        size = runner.size(len(taken) + 1, max(longest, length), total + length)
-        if not length or (taken and (length > room or size > token_budget)):
+        length = pass_.pending[0].length if pass_.pending else 0
+        cost = runner.cost_tokens(len(batch) + 1, max(longest, length), total + length)
+        # An empty micro-batch takes any item, also one that is longer than the whole budget.
+        if not length or (batch and (length > room or cost > token_budget)):
             return 0
         total, longest = total + length, max(longest, length)
-        one.running.append(one.left.popleft())
-        taken.append(one.running[-1])
+        pass_.running.append(pass_.pending.popleft())
+        batch.append(pass_.running[-1])
         return length
 
-    advance = take(passes[0], token_budget)
-    parties: dict[str, list[Pass]] = {}
-    for one in passes:
-        parties.setdefault(one.party, []).append(one)
-    for members in parties.values():
-        room = token_budget // len(parties) - (advance if passes[0] in members else 0)
-        waiting = deque(members)
-        while waiting:  # one item of each in turn
-            one = waiting.popleft()
-            if used := take(one, room):
+    first_tokens = add_next_item(passes[0], token_budget)
+    by_party: dict[str, list[Pass]] = {}
+    for pass_ in passes:
+        by_party.setdefault(pass_.party, []).append(pass_)
+    for members in by_party.values():
+        room = token_budget // len(by_party) - (first_tokens if passes[0] in members else 0)
+        taking_turns = deque(members)
+        while taking_turns:
+            pass_ = taking_turns.popleft()
+            if used := add_next_item(pass_, room):
                 room -= used
-                waiting.append(one)
-    for one in passes:
-        while take(one, token_budget):
+                taking_turns.append(pass_)
+    for pass_ in passes:
+        while add_next_item(pass_, token_budget):
             pass
-    return taken
+    return batch
 
 
-def _reply(outcomes: Sequence[Outcome], seconds: float) -> Frame:
-    rows: list[dict[str, Any]] = []
+def _reply(results: Sequence[DatumResult], seconds: float) -> Frame:
+    outputs: list[dict[str, Any]] = []
     buffers: list[bytes] = []
-    for index, (logprobs, _) in enumerate(outcomes):
-        rows.append({"logprobs": {"dtype": "float32", "shape": list(logprobs.shape), "data": index}})
+    for index, (logprobs, _) in enumerate(results):
+        outputs.append({"logprobs": {"dtype": "float32", "shape": list(logprobs.shape), "data": index}})
         buffers.append(logprobs.numpy().tobytes())
-    metrics = losses.combine([outcome.metrics for outcome in outcomes])
-    return Frame({"metrics": metrics, "outputs": rows, "seconds": seconds}, buffers)
+    metrics = losses.combine_metrics([result.metrics for result in results])
+    return Frame({"metrics": metrics, "outputs": outputs, "seconds": seconds}, buffers)
