@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.engine import oracle
-from tinkex.engine.contract import ModelInfo
+from tests.unit.engine.oracle import randomise
+from tinkex.engine.adapters import checkpoint
+from tinkex.engine.adapters.adapter import Adapter
+from tinkex.engine.contract import LoraSpec, ModelInfo
 from tinkex.engine.models import hub, loaded_model, registry
 
 CACHE = Path(__file__).parents[3] / ".cache"
@@ -54,3 +59,29 @@ def smollm2_info() -> ModelInfo:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_info: ModelInfo) -> loaded_model.Model:
     return loaded_model.load(smollm2_info, CPU, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """On tensors as small as these a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def plain_tiny(tiny_info: ModelInfo) -> Any:
+    return oracle.plain_model(tiny_info.folder)
+
+
+@pytest.fixture(scope="module")
+def adapter_folders(tiny: loaded_model.Model, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Three adapters of different ranks, on all layers."""
+    folders = []
+    for seed, rank in enumerate((4, 8, 3)):
+        folder = tmp_path_factory.mktemp("adapters") / str(seed)
+        made = randomise(Adapter(tiny, LoraSpec(rank=rank, seed=seed)), seed)
+        checkpoint.save(made, folder, with_optimizer=False)
+        folders.append(str(folder))
+    return folders

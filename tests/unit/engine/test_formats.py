@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.unit.engine.test_sampler import finish, sampled, spec
+from tests.unit.engine.sampling_oracle import finish, sampled, spec
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.packed import linear, quantized

@@ -20,10 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.engine.architectures import CPU, PACKED, saved
 from tests.unit.engine.oracle import Session, randomise
-from tests.unit.engine.test_loaded_model import CPU, saved
-from tests.unit.engine.test_runner_choice import PACKED
-from tests.unit.engine.test_sampler import answer, finish, sampled, sampler, spec
+from tests.unit.engine.sampling_oracle import answer, finish, sampled, sampler, spec
 from tinkex.engine.adapters.lora import LoraWeights
 from tinkex.engine.contract import LoraSpec
 from tinkex.engine.models.loaded_model import Model, load

@@ -97,7 +97,7 @@ def test_tokens_are_drawn_from_the_filtered_distribution(options: dict[str, Any]
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.97, 1.0])
 @pytest.mark.parametrize("top_k", [-1, 0, 7, 300, 5000])
-def test_the_sets_are_right_in_a_large_vocabulary_whether_the_nucleus_is_small_or_not(top_k: int, top_p: float) -> None:
+def test_top_k_and_top_p_sets_are_right_in_a_large_vocabulary(top_k: int, top_p: float) -> None:
     generator = torch.Generator().manual_seed(1)
     for spread in (0.3, 4.0):
         logits_V = torch.randn(700, generator=generator) * spread
@@ -108,7 +108,7 @@ def test_the_sets_are_right_in_a_large_vocabulary_whether_the_nucleus_is_small_o
         assert likely <= drawn
 
 
-def test_a_nucleus_of_any_size_ends_where_it_should() -> None:
+def test_a_top_p_set_of_any_size_is_exact() -> None:
     # Even logits: with top_p, exactly so many of the first tokens remain.
     for size, top_p in ((9000, 0.01), (9000, 0.2), (9000, 0.8)):
         one = token_sampler(size, top_p=top_p)
@@ -116,7 +116,7 @@ def test_a_nucleus_of_any_size_ends_where_it_should() -> None:
         assert sample_next_tokens(torch.zeros(1, size), [one]) == [math.ceil(size * top_p) - 1]
 
 
-def test_rows_of_every_kind_in_one_batch_draw_what_each_draws_alone() -> None:
+def test_rows_of_every_kind_in_one_batch_equal_each_alone() -> None:
     generator = torch.Generator().manual_seed(2)
     logits_BV = torch.randn(7, 600, generator=generator)
     kinds: list[dict[str, Any]] = [
@@ -138,7 +138,7 @@ def test_rows_of_every_kind_in_one_batch_draw_what_each_draws_alone() -> None:
     assert torch.equal(logits_BV, before)
 
 
-def test_penalties_equal_the_written_formulas() -> None:
+def test_penalties_equal_the_formulas() -> None:
     generator = torch.Generator().manual_seed(4)
     logits_NV = torch.randn(3, 20, generator=generator)
     settings = [(1.5, 0.0, 0.0), (1.0, 0.7, 0.3), (0.8, -0.5, 1.1)]
@@ -160,7 +160,7 @@ def test_penalties_equal_the_written_formulas() -> None:
     assert torch.allclose(apply_penalties(logits_NV, samplers), hoped, atol=1e-6)
 
 
-def test_a_penalised_greedy_row_leaves_a_token_that_it_has_used() -> None:
+def test_a_penalised_greedy_row_does_not_repeat_a_token() -> None:
     logits_BV = torch.tensor([[0.0, 0.0, 0.0, 2.0, 1.5]])
     one = token_sampler(5, temperature=0.0, presence_penalty=1.0)
     first = sample_next_tokens(logits_BV, [one])[0]
@@ -188,7 +188,7 @@ def test_the_same_seed_draws_the_same_and_sequences_of_one_call_differ() -> None
     assert len(set(draws(logits_V, 20, seed=5))) > 15
 
 
-def test_a_draw_that_is_repeated_is_the_same_until_the_token_is_taken() -> None:
+def test_a_repeated_draw_is_the_same_until_the_token_is_recorded() -> None:
     logits_BV = torch.zeros(1, 1000)
     one = token_sampler(1000)
     first = sample_next_tokens(logits_BV, [one])
@@ -226,7 +226,7 @@ def test_a_row_without_a_filter_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
-def test_whatever_the_size_of_a_vocabulary_a_draw_is_the_first_column_beyond_its_number(size: int) -> None:
+def test_a_draw_is_the_first_column_whose_cumulative_weight_exceeds_it(size: int) -> None:
     weights = torch.rand(3, size, generator=torch.Generator().manual_seed(size))
     weights[:, ::3] = 0
     weights[:, size // 2] = 1
@@ -240,5 +240,5 @@ def test_whatever_the_size_of_a_vocabulary_a_draw_is_the_first_column_beyond_its
     assert bool((above >= aims - 1e-9).all() and (above - weights.gather(1, drawn) <= aims + 1e-9).all())
 
 
-def test_a_temperature_that_float32_has_no_room_for_is_zero() -> None:
+def test_a_temperature_too_small_for_float32_is_zero() -> None:
     assert draws(torch.tensor([1.0, 3.0, 2.0]), 3, temperature=1e-50) == [1, 1, 1]

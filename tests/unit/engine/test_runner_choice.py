@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.unit.engine import oracle
-from tests.unit.engine.oracle import Session, datum, randomise
-from tests.unit.engine.test_loaded_model import CPU, saved
-from tests.unit.engine.test_sampler import answer, spec
+from tests.unit.engine.architectures import CPU, PACKED, saved
+from tests.unit.engine.oracle import Session, assert_alike, both, datum, randomise
+from tests.unit.engine.sampling_oracle import answer, spec
 from tinkex.engine import runner_choice
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model, load
@@ -24,13 +24,6 @@ from tinkex.engine.packed import head, lora_train
 from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.training.general_runner import GeneralRunner
 
-PACKED: dict[str, dict[str, Any]] = {
-    "Llama": {"tie_word_embeddings": False},
-    "Mistral": {"sliding_window": None},
-    "Qwen2": {},
-    "Qwen3": {"tie_word_embeddings": True},
-    "Gemma": {"hidden_act": "gelu_pytorch_tanh"},
-}
 GENERAL: dict[str, tuple[dict[str, Any], str]] = {
     "Mistral": ({"sliding_window": 4}, "looks back 4 tokens"),
     "Gemma3Text": ({}, "its family"),
@@ -39,36 +32,10 @@ GENERAL: dict[str, tuple[dict[str, Any], str]] = {
         "depend on the length",
     ),
 }
-LENGTHS = (5, 17, 9, 17, 30)
-
-
-def both(model: Model, monkeypatch: pytest.MonkeyPatch, loss_fn: str = "cross_entropy", **inputs: Any) -> list[Any]:
-    """Log-probabilities and gradients by the packed and by the general runner."""
-    found = []
-    for name in ("auto", "general"):
-        monkeypatch.setattr(oracle, "RUNNER", name)
-        session = Session(model)
-        adapter = randomise(session.create(rank=3))
-        data = []
-        for length in LENGTHS:
-            tokens = [(7 * at + length) % 90 for at in range(length + 1)]
-            given = {key: [value] * length for key, value in inputs.items()}
-            data.append(datum(tokens[:-1], target_tokens=tokens[1:], **given))
-        reply = session.passes(data, loss_fn)
-        logprobs = torch.cat([output["logprobs"].to_torch() for output in read_outputs(reply)])
-        found.append((logprobs, adapter.gradient_P.clone()))
-    return found
-
-
-def assert_alike(found: list[Any]) -> None:
-    (one, gradient), (other, wanted) = found
-    torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
-    assert float((gradient - wanted).norm() / wanted.norm()) <= 1e-4
-    assert float(wanted.norm()) > 0
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_a_llama_shaped_model_runs_packed_with_the_numbers_of_the_general_runner(
+def test_a_llama_shaped_model_runs_packed_and_equals_the_general_runner(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(saved(tmp_path, kind, **PACKED[kind]), CPU, torch.float32)
