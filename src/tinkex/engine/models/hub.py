@@ -71,14 +71,14 @@ def download(name: str, progress: ProgressReport) -> Path:
         raise
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if "/" not in file.rfilename}
     _require_safetensors(name, list(sizes))
-    wanted = [file for file in sizes if Path(file).match(WEIGHTS) or file in FILES]
-    total = sum(sizes[file] for file in wanted)
+    chosen = [file for file in sizes if Path(file).match(WEIGHTS) or file in FILES]
+    total = sum(sizes[file] for file in chosen)
     try:
         folder = snapshot_download(
             name,
             endpoint=address,
             revision=info.sha,
-            allow_patterns=wanted,
+            allow_patterns=chosen,
             tqdm_class=_bar_class(name, total, progress),
         )
         # With this file the next start finds `main` in the cache offline; a download by commit does not write it.

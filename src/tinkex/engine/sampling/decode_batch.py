@@ -210,7 +210,7 @@ class DecodeBatch:
         if sample.prompt_logprobs.is_requested:  # needs every hidden state, so the whole prompt must be computed
             sample.prompt = prompt
         else:
-            in_progress = next((other for other in self.prefilling if other.matches(prompt)), None)
+            in_progress = next((queued for queued in self.prefilling if queued.matches(prompt)), None)
             sample.prompt = in_progress or self._prefix_cache.lookup(prompt)
             sample.cache_hit_tokens = len(prompt.tokens) if in_progress is not None else sample.prompt.prefilled
             if in_progress is not None:
@@ -326,7 +326,7 @@ class DecodeBatch:
                 self.starting.popleft()
             try:
                 # The cache grows once for all sequences that start now: those of the next samples are counted too.
-                behind = sum(other.unstarted for other in self.starting if other is not sample)
+                behind = sum(queued.unstarted for queued in self.starting if queued is not sample)
                 events += self._start_rows_of(sample, count, max(min(behind, free - count), 0))
             except Exception as error:  # fails this request only
                 self.drop([sample])
