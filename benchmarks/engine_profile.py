@@ -28,6 +28,7 @@ from tinkex.engine.frames import Frame, decode  # noqa: E402
 from tinkex.engine.messages import pass_frame  # noqa: E402
 from tinkex.engine.models import loaded_model, registry  # noqa: E402
 from tinkex.engine.packed.kernels import binding  # noqa: E402
+from tinkex.engine.runner_choice import choose_decoder, choose_runner  # noqa: E402
 from tinkex.engine.sampling.sampler import Sampler  # noqa: E402
 from tinkex.engine.training.trainer import Trainer  # noqa: E402
 
@@ -89,7 +90,8 @@ def main() -> None:
     torch.set_num_threads(main.usable_cores())
     loaded = loaded_model.load(registry.resolve(MODEL, CACHE), torch.device("cpu"), torch.float32)
     name = loaded.info.name
-    trainer, sampler = Trainer({name: loaded}), Sampler({name: loaded})
+    trainer = Trainer({name: loaded}, choose_runner=choose_runner)
+    sampler = Sampler({name: loaded}, choose_decoder=choose_decoder)
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         saved = str(Path(folder) / "adapter")

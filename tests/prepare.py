@@ -114,9 +114,9 @@ def model() -> ModelInfo:
     from tinkex.engine.models import hub, registry
 
     def unreachable(name: str, progress: object) -> Path:
-        raise hub.Unreachable("the tests do not ask it")
+        raise hub.HubUnreachable("the tests do not ask it")
 
-    with mock.patch.object(hub, "cached", lambda name: None), mock.patch.object(hub, "fetch", unreachable):
+    with mock.patch.object(hub, "find_cached", lambda name: None), mock.patch.object(hub, "download", unreachable):
         return registry.resolve("smollm2-135m", CACHE)
 
 

@@ -96,13 +96,13 @@ def test_an_adapter_on_the_unembedding_unties_it_from_the_embedding(
 def test_a_wrong_merge_leaves_nothing_behind(
     run: Tinkex, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = export._add
+    add = export._add_adapter
 
     def forgetful(base: loaded_model.Model, weights: LoraWeights) -> bool:
         name = next(name for name in weights.pairs if name.endswith("layers.1.mlp.down_proj"))
         return add(base, LoraWeights(weights.spec, {k: v for k, v in weights.pairs.items() if k != name}))
 
-    monkeypatch.setattr(export, "_add", forgetful)
+    monkeypatch.setattr(export, "_add_adapter", forgetful)
     adapter = make()
     ran = run("export", str(adapter), "--out", str(tmp_path / "merged"), "--merge")
     assert ran.code == 1

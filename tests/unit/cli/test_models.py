@@ -27,12 +27,12 @@ def hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     hub_at(monkeypatch, "http://127.0.0.1:9")
-    monkeypatch.setattr(hub, "_silent", {})
+    monkeypatch.setattr(hub, "_unreachable", {})
     return folder
 
 
 def hub_at(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setattr(hub, "address", lambda: address)
+    monkeypatch.setattr(hub, "endpoint", lambda: address)
 
 
 def tiny_files(folder: Path) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ import torch
 from tests import prepare
 from tests.prepare import CACHE
 from tests.unit.engine import kernel_driver, oracle
-from tinkex.engine.contract import ModelInfo
+from tests.unit.engine.oracle import randomise
+from tinkex.engine.adapters import checkpoint
+from tinkex.engine.adapters.adapter import Adapter
+from tinkex.engine.contract import LoraSpec, ModelInfo
 from tinkex.engine.models import loaded_model, registry
 from tinkex.engine.packed.kernels import binding
 from tinkex.engine.packed.kernels.binding import Kernels
@@ -67,3 +71,29 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     variant = request.getfixturevalue("neon_by_qemu") if by_qemu else binding.find(request.param)
     assert isinstance(variant, Kernels)
     return variant
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """On tensors as small as these a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def plain_tiny(tiny_info: ModelInfo) -> Any:
+    return oracle.plain_model(tiny_info.folder)
+
+
+@pytest.fixture(scope="module")
+def adapter_folders(tiny: loaded_model.Model, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Three adapters of different ranks, on all layers."""
+    folders = []
+    for seed, rank in enumerate((4, 8, 3)):
+        folder = tmp_path_factory.mktemp("adapters") / str(seed)
+        made = randomise(Adapter(tiny, LoraSpec(rank=rank, seed=seed)), seed)
+        checkpoint.save(made, folder, with_optimizer=False)
+        folders.append(str(folder))
+    return folders

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -16,6 +18,7 @@ from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.frames import Frame, decode
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model
+from tinkex.engine.runner_choice import choose_runner
 from tinkex.engine.training.trainer import Trainer
 from tinkex.types.inputs import Datum, ModelInput
 
@@ -29,7 +32,8 @@ class Session:
 
     def __init__(self, model: Model, *, token_budget: int = 4096) -> None:
         self.model = model
-        self.trainer = Trainer(dict.fromkeys(model.info.names, model), token_budget=token_budget, runner=RUNNER)
+        models = dict.fromkeys(model.info.names, model)
+        self.trainer = Trainer(models, choose_runner=partial(choose_runner, prefer=RUNNER), token_budget=token_budget)
 
     def send(self, command: Frame) -> Frame:
         """Run one command to its end; what it raises is raised."""
@@ -89,6 +93,46 @@ def randomise(adapter: Adapter, seed: int = 7) -> Adapter:
 
 def datum(tokens: Sequence[int], **inputs: Any) -> Datum:
     return Datum(ModelInput.from_ints(list(tokens)), inputs)
+
+
+def state(session: Session, adapter: str = "a") -> list[Tensor]:
+    """Copies of all buffers of an adapter."""
+    trained = session.trainer.adapters[adapter]
+    buffers = (trained.weights_P, trained.gradient_P, trained.exp_avg_P, trained.exp_avg_sq_P)
+    return [buffer.clone() for buffer in buffers]
+
+
+def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Equal bit for bit."""
+    assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
+
+
+COMPARED_LENGTHS = (5, 17, 9, 17, 30)
+
+
+def both(model: Model, monkeypatch: pytest.MonkeyPatch, loss_fn: str = "cross_entropy", **inputs: Any) -> list[Any]:
+    """Log-probabilities and gradients by the packed and by the general runner."""
+    found = []
+    for name in ("auto", "general"):
+        monkeypatch.setattr(f"{__name__}.RUNNER", name)
+        session = Session(model)
+        adapter = randomise(session.create(rank=3))
+        data = []
+        for length in COMPARED_LENGTHS:
+            tokens = [(7 * at + length) % 90 for at in range(length + 1)]
+            given = {key: [value] * length for key, value in inputs.items()}
+            data.append(datum(tokens[:-1], target_tokens=tokens[1:], **given))
+        reply = session.passes(data, loss_fn)
+        logprobs = torch.cat([output["logprobs"].to_torch() for output in read_outputs(reply)])
+        found.append((logprobs, adapter.gradient_P.clone()))
+    return found
+
+
+def assert_alike(found: list[Any]) -> None:
+    (one, gradient), (other, wanted) = found
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    assert float((gradient - wanted).norm() / wanted.norm()) <= 1e-4
+    assert float(wanted.norm()) > 0
 
 
 def plain_model(folder: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -59,7 +59,7 @@ def peft_logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("pending", [False, True], ids=["after a step", "with a pending gradient"])
-def test_a_restored_run_goes_on_as_if_it_had_never_stopped(tiny: Model, tmp_path: Path, pending: bool) -> None:
+def test_a_restored_run_continues_as_if_it_had_never_stopped(tiny: Model, tmp_path: Path, pending: bool) -> None:
     session = Session(tiny)
     session.create(seed=11)
     trained(session)
@@ -75,7 +75,7 @@ def test_a_restored_run_goes_on_as_if_it_had_never_stopped(tiny: Model, tmp_path
     assert_same(other.trainer.adapters["a"], session.trainer.adapters["a"])
 
 
-def test_save_and_load_with_the_optimizer_goes_on_as_if_it_had_never_stopped(tiny: Model, tmp_path: Path) -> None:
+def test_save_and_load_with_the_optimizer_continues_as_if_it_had_never_stopped(tiny: Model, tmp_path: Path) -> None:
     session = Session(tiny)
     session.create(seed=11)
     trained(session)
@@ -239,7 +239,7 @@ def test_keys_and_shapes_are_those_that_vllm_takes(tiny: Model, tmp_path: Path) 
         assert tensor.dtype == torch.float32
 
 
-def test_full_names_are_written_where_short_ones_would_mean_other_layers_too(tiny: Model, tmp_path: Path) -> None:
+def test_full_names_are_written_where_short_ones_would_match_other_layers_too(tiny: Model, tmp_path: Path) -> None:
     session = Session(tiny)
     adapter = session.create(train_mlp=False, train_unembed=False)
     adapter.sites.pop()  # as of a model where a layer of the same last name is no site
@@ -248,7 +248,7 @@ def test_full_names_are_written_where_short_ones_would_mean_other_layers_too(tin
     assert config["target_modules"] == sorted(site.name for site in adapter.sites)
 
 
-def test_a_checkpoint_of_another_rank_flags_or_base_is_refused_naming_both(tiny: Model, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_rank_flags_or_base_is_rejected_naming_both(tiny: Model, tmp_path: Path) -> None:
     session = Session(tiny)
     session.create(rank=4)
     session.run("save", folder=str(tmp_path / "saved"), with_optimizer=True)
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_another_rank_flags_or_base_is_refused_naming_both(tiny:
         ({"r": None}, "r = None"),
     ],
 )
-def test_an_adapter_that_is_no_plain_lora_is_refused_by_name(
+def test_an_adapter_that_is_not_plain_lora_is_rejected_by_name(
     tiny: Model, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     made_by_peft(tiny.info, tmp_path / "made", r=4, target_modules=["q_proj"])
@@ -292,7 +292,7 @@ def test_an_adapter_that_is_no_plain_lora_is_refused_by_name(
     assert refused.value.category == "user"
 
 
-def test_files_that_are_damaged_missing_or_hold_more_are_refused(tiny: Model, tmp_path: Path) -> None:
+def test_damaged_missing_or_extra_tensors_are_rejected(tiny: Model, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     made_by_peft(tiny.info, folder, r=4, target_modules=["q_proj"])
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -307,7 +307,7 @@ def test_files_that_are_damaged_missing_or_hold_more_are_refused(tiny: Model, tm
         {**tensors, "base_model.model.model.embed_tokens.weight": torch.zeros(263, 64)},
         folder / "adapter_model.safetensors",
     )
-    refused("has no place")
+    refused("has no layer for")
     save_file({**tensors, first: torch.full_like(tensors[first], torch.nan)}, folder / "adapter_model.safetensors")
     refused("not all finite")
     save_file({key: value for key, value in tensors.items() if key != first}, folder / "adapter_model.safetensors")
@@ -322,14 +322,14 @@ def test_files_that_are_damaged_missing_or_hold_more_are_refused(tiny: Model, tm
     refused("is not a JSON object")
 
 
-def test_a_snapshot_that_is_gone_is_the_servers_trouble(tiny: Model, tmp_path: Path) -> None:
+def test_a_missing_snapshot_is_a_server_error(tiny: Model, tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="cannot be continued") as failed:
         Session(tiny).run("restore", folder=str(tmp_path / "nowhere"))
     assert failed.value.category == "server" and str(tmp_path) not in str(failed.value)
 
 
 @pytest.mark.parametrize("op", ["save", "snapshot"])
-def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tiny: Model, tmp_path: Path, op: str) -> None:
+def test_a_failed_write_leaves_nothing_half_written(tiny: Model, tmp_path: Path, op: str) -> None:
     session = Session(tiny)
     adapter = session.create()
     trained(session)
@@ -345,7 +345,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tiny: Model, tmp_
     session.run(op, folder=str(tmp_path / "kept"), with_optimizer=True)
 
 
-def test_a_full_disk_is_named(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str, encoding: str) -> int:
         raise OSError(28, "No space left on device")
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine import kernel_driver
+from tests.unit.engine.architectures import CPU, PACKED, saved
 from tests.unit.engine.oracle import Session, randomise
-from tests.unit.engine.test_model import CPU, saved
-from tests.unit.engine.test_runners import PACKED
-from tests.unit.engine.test_sample import answer, finish, sampled, sampler, spec
+from tests.unit.engine.sampling_oracle import answer, finish, sampled, sampler, spec
 from tinkex.engine.adapters.lora import LoraWeights
 from tinkex.engine.contract import LoraSpec
 from tinkex.engine.models.loaded_model import Model, load
@@ -37,8 +36,8 @@ from tinkex.engine.packed.kernels import binding, build
 from tinkex.engine.packed.kernels.binding import Kernels
 from tinkex.engine.packed.weights import Weights, fuse
 from tinkex.engine.runner_choice import packed_weights
-from tinkex.engine.sampling.decoder import Next
-from tinkex.engine.sampling.kv_cache import RowCache, RowLayer
+from tinkex.engine.sampling.decoder import RowInput
+from tinkex.engine.sampling.kv_cache import KVCache, KVLayer
 
 TARGET = build.TARGETS.get(build.this_machine())
 VARIANTS = [name for name in (TARGET.variants if TARGET else ()) if binding.find(name) is not None]
@@ -130,9 +129,11 @@ def test_swiglu_is_right_from_the_smallest_to_the_largest_number(kernels: Kernel
 
 
 def attended(
-    attention: DecodeAttention, qkv: Tensor, layer: RowLayer, held: list[int], needs_logsumexp: bool = True
+    attention: DecodeAttention, qkv: Tensor, layer: KVLayer, held: list[int], needs_logsumexp: bool = True
 ) -> AttentionOutput:
-    attention.begin([Next(0, 3 * own + 1, own, None) for own in held], layer.width + 1 if layer.is_initialized else 1)
+    attention.begin(
+        [RowInput(0, 3 * own + 1, own, None) for own in held], layer.width + 1 if layer.is_initialized else 1
+    )
     return attention.attend(layer, qkv.clone(), needs_logsumexp=needs_logsumexp)
 
 
@@ -146,7 +147,7 @@ def test_attention_is_that_of_torch(kernels: Kernels, held: list[int], heads: in
     qkv = torch.randn(len(held), (heads + 2 * keys) * width)
     results, caches = [], []
     for attention in (KernelDecodeAttention(weights, kernels), TorchDecodeAttention(weights)):
-        layer = RowLayer()
+        layer = KVLayer()
         if max(held):
             layer.update(past[0].clone(), past[1].clone())
         results.append(attended(attention, qkv, layer, held))
@@ -174,14 +175,14 @@ def test_attention_sees_only_its_own_columns_of_a_cache_with_room_to_spare(kerne
     prompts = torch.randn(3, 2, 1, 2, 9, 16)
     results = []
     for attention in (KernelDecodeAttention(weights, kernels), TorchDecodeAttention(weights)):
-        cache = RowCache()
+        cache = KVCache()
         for number, length in enumerate((9, 4, 6)):
-            prompt = RowCache()
+            prompt = KVCache()
             prompt.update(*prompts[number, :, :, :, :length].clone(), 0)
-            cache.join(prompt, 1, coming=5)
-        cache.leave([0], [9, 4, 6])
+            cache.add_rows(prompt, 1, reserved_rows=5)
+        cache.remove_rows([0], [9, 4, 6])
         layer = cache.layers[0]
-        assert isinstance(layer, RowLayer) and layer.start > 0 and layer.keys.shape[0] > layer.rows == 2
+        assert isinstance(layer, KVLayer) and layer.start > 0 and layer.keys.shape[0] > layer.rows == 2
         torch.manual_seed(1)
         results.append(attended(attention, torch.randn(2, 8 * 16), layer, [6, 4]))
     torch.testing.assert_close(tuple(results[0]), tuple(results[1]), atol=3e-6, rtol=3e-6)
@@ -191,7 +192,7 @@ def test_attention_sees_only_its_own_columns_of_a_cache_with_room_to_spare(kerne
 def test_rows_that_the_cache_does_not_have_are_rejected(kernels: Kernels) -> None:
     weights = _attention_only(4, 2, 16)
     for rows, held in ((3, 4), (2, 5)):
-        layer = RowLayer()
+        layer = KVLayer()
         layer.update(*torch.randn(2, 2, 2, 4, 16))
         with pytest.raises(ValueError, match="rows of up to"):
             attended(KernelDecodeAttention(weights, kernels), torch.randn(rows, 8 * 16), layer, [held] * rows)
@@ -203,12 +204,12 @@ def test_scores_beyond_the_range_of_float32_hide_nothing_that_is_within(kernels:
     weights = _attention_only(1, 1, 16)
     keys, values, qkv = torch.randn(1, 1, 70, 16), torch.randn(1, 1, 70, 16), torch.randn(1, 3 * 16)
     keys[:, :, :64], qkv[:, :16] = -3e38, qkv[:, :16].abs() + 10
-    layers = [RowLayer(), RowLayer()]
+    layers = [KVLayer(), KVLayer()]
     results = []
     both: tuple[Any, Any] = (KernelDecodeAttention(weights, kernels), TorchDecodeAttention(weights))
     for attention, layer in zip(both, layers, strict=True):
         layer.update(keys.clone(), values.clone())
-        attention.begin([Next(0, 0, 70, None)], 71)
+        attention.begin([RowInput(0, 0, 70, None)], 71)
         results.append(attention.attend(layer, qkv.clone(), needs_logsumexp=False).out_BKGW)
     assert results[0].isfinite().all()
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)

@@ -14,6 +14,7 @@ from tinkex.engine.frames import Frame, Packet
 from tinkex.engine.messages import pass_frame
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.process.loop import MOMENTS, PATIENCE, Loop, moment_s
+from tinkex.engine.runner_choice import choose_decoder, choose_runner
 from tinkex.engine.sampling.sampler import Sampler
 from tinkex.engine.training.trainer import Trainer
 
@@ -30,19 +31,19 @@ class Engine:
     def __init__(self, model: Model, moment_s: float) -> None:
         models = {model.info.name: model}
         self.base = model.info.name
-        self.trainer = Trainer(models)
+        self.trainer = Trainer(models, choose_runner=choose_runner)
         self.batches = 0
         self.replies: dict[int, dict[str, Any]] = {}
         self.inbox: queue.SimpleQueue[Packet] = queue.SimpleQueue()
         self._awaited = 0
-        self._loop = Loop(self.trainer, Sampler(models), self._hear, moment_s)
-        begin = self.trainer._next_batch
+        self._loop = Loop(self.trainer, Sampler(models, choose_decoder=choose_decoder), self._hear, moment_s)
+        begin = self.trainer._start_micro_batch
 
         def count() -> Any:
             self.batches += 1
             return begin()
 
-        self.trainer._next_batch = count  # type: ignore[method-assign]
+        self.trainer._start_micro_batch = count  # type: ignore[method-assign]
 
     def send(self, number: int, frame: Frame) -> None:
         self.inbox.put(Packet(number, "", frame))

@@ -21,9 +21,9 @@ def value(name: str, lp: Tensor, config: dict[str, float] | None = None, **input
 def compute(
     name: str, lp: Tensor, config: dict[str, float] | None = None, **inputs: Any
 ) -> tuple[Tensor, losses.Metrics]:
-    loss = losses.find(name)
+    loss = losses.find_loss(name)
     given = {key: torch.as_tensor(numbers, dtype=torch.float32) for key, numbers in inputs.items()}
-    return loss.compute(lp, given, losses.settings(loss, config or {}))
+    return loss.compute(lp, given, losses.read_config(loss, config or {}))
 
 
 LP = torch.log(torch.tensor([0.5, 0.25, 0.1]))
@@ -64,7 +64,7 @@ def test_kl_divergence_of_equal_distributions_is_zero_and_never_negative() -> No
         assert value("kl_divergence", one[None], logprobs=other[None], weights=[1.0]) >= 0
 
 
-def test_cispo_and_gspo_send_their_gradient_through_lp_alone() -> None:
+def test_cispo_and_gspo_have_a_gradient_through_lp_only() -> None:
     lp = LP.clone().requires_grad_()
     compute("cispo", lp, logprobs=Q, advantages=A)[0].backward()
     assert lp.grad is not None
@@ -76,7 +76,7 @@ def test_cispo_and_gspo_send_their_gradient_through_lp_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "gspo"])
-def test_a_token_without_advantage_costs_nothing_however_wrong_its_logprob(name: str) -> None:
+def test_a_token_without_advantage_has_no_loss_whatever_its_logprob(name: str) -> None:
     # Callers fill a prompt's log-probabilities with anything; exp(1000) · 0 must not be nan.
     lp = LP.clone().requires_grad_()
     mask = {"sequence_ratio_mask": [0, 1, 1]} if name == "gspo" else {}
@@ -86,11 +86,11 @@ def test_a_token_without_advantage_costs_nothing_however_wrong_its_logprob(name:
     assert all(math.isfinite(number) for number in (float(loss.detach()), *metrics.values()))
 
 
-def test_a_token_of_weight_zero_costs_nothing_in_kl_divergence() -> None:
+def test_a_token_of_weight_zero_has_no_kl_divergence() -> None:
     assert value("kl_divergence", torch.tensor([-500.0, -1.0]), logprobs=[-0.1, -1.0], weights=[0, 1]) == 0.0
 
 
-def test_gspo_without_a_masked_token_is_refused_unless_it_would_be_zero_anyway() -> None:
+def test_gspo_without_a_masked_token_is_rejected_unless_all_advantages_are_zero() -> None:
     with pytest.raises(EngineFault, match="sequence_ratio_mask is 0 everywhere"):
         value("gspo", LP, logprobs=Q, advantages=A, sequence_ratio_mask=[0, 0, 0])
     assert value("gspo", LP, logprobs=Q, advantages=[0, 0, 0], sequence_ratio_mask=[0, 0, 0]) == 0.0
@@ -101,7 +101,7 @@ def test_thresholds_per_token_override_the_config() -> None:
     assert found == pytest.approx(-(1.7 * 1 + 1 * -2 + 0.5 * 3))
 
 
-def test_metrics_say_what_ratios_and_clips_were() -> None:
+def test_metrics_report_ratios_and_clipping() -> None:
     _, metrics = compute("ppo", LP, logprobs=[*Q[:2].tolist(), -50.0], advantages=[1.0, -2.0, 0.0])
     assert metrics == pytest.approx(
         {
@@ -129,9 +129,9 @@ def test_metrics_of_a_call_are_combined_by_their_reducer() -> None:
         (None, "There is no loss"),
     ],
 )
-def test_a_loss_that_is_not_offered_is_refused_by_name_with_the_reason(name: Any, words: str) -> None:
+def test_a_loss_that_is_not_offered_is_rejected_with_the_reason(name: Any, words: str) -> None:
     with pytest.raises(EngineFault, match=words) as refused:
-        losses.find(name)
+        losses.find_loss(name)
     assert refused.value.category == "user"
     assert str(name) in str(refused.value)
 
@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_offered_is_refused_by_name_with_the_reason(name: Any
         ("ppo", {"clip_low_threshold": 1.5}, "clip_low_threshold 1.5 is above clip_high_threshold 1.2"),
     ],
 )
-def test_a_setting_that_would_do_nothing_or_nonsense_is_refused(name: str, config: Any, words: str) -> None:
+def test_invalid_loss_settings_are_rejected(name: str, config: Any, words: str) -> None:
     with pytest.raises(EngineFault, match=words) as refused:
-        losses.settings(losses.find(name), config)
+        losses.read_config(losses.find_loss(name), config)
     assert refused.value.category == "user"

@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 
 
 def step(adapter: Adapter, settings: optimizer.AdamW) -> dict[str, float]:
-    ((_, metrics),) = optimizer.step_all([adapter], settings)
+    ((_, metrics),) = optimizer.step_adapters([adapter], settings)
     return metrics
 
 
@@ -158,7 +158,7 @@ def test_the_first_step_of_a_new_adapter_keeps_it_finite(tiny: Model) -> None:
         ({"learning_rate": 1.0, "weight_decay": 2.0}, "flip the sign of every weight"),
     ],
 )
-def test_settings_that_would_spoil_a_run_are_refused_and_keep_the_gradient(
+def test_settings_that_would_ruin_a_run_are_rejected_and_keep_the_gradient(
     tiny: Model, settings: Any, words: str
 ) -> None:
     session = Session(tiny)
@@ -172,7 +172,7 @@ def test_settings_that_would_spoil_a_run_are_refused_and_keep_the_gradient(
     assert session.optim()["step:max"] == 1.0
 
 
-def test_steps_of_several_adapters_that_wait_together_share_a_call_and_equal_each_alone(
+def test_waiting_steps_of_several_adapters_share_a_call_and_equal_each_alone(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of the same settings, one of others, one without a gradient; and a second step of the first."""
@@ -205,7 +205,7 @@ def test_steps_of_several_adapters_that_wait_together_share_a_call_and_equal_eac
     assert all(torch.equal(one, other) for one, other in zip(weights, weights_alone, strict=True))
 
 
-def test_a_step_that_fails_leaves_the_others_done_and_is_tried_alone(
+def test_a_failed_step_is_retried_alone_and_does_not_undo_the_others(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizer, "SLICE", 10_000)  # an adapter each

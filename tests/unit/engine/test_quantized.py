@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
-from tests.unit.engine.test_sample import finish, sampled, spec
+from tests.unit.engine.sampling_oracle import finish, sampled, spec
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.packed import quantized
+from tinkex.engine.runner_choice import choose_decoder
 from tinkex.engine.sampling.sampler import Sampler
 from tinkex.server.main import engine_for
 from tinkex.settings import ServeConfig
@@ -46,11 +48,11 @@ def test_what_is_rounded_is_said_and_prompts_are_read_exactly(
 ) -> None:
     skip_unless_the_processor_can(kind)
     with caplog.at_level(logging.WARNING, "tinkex.engine"):
-        rounded = Sampler({tiny.info.name: tiny}, weights=kind)
+        rounded = Sampler({tiny.info.name: tiny}, choose_decoder=partial(choose_decoder, weight_format=kind))
     (record,) = caplog.records
     assert f"sampled with {kind} weights: over 48 tokens" in record.getMessage()
     assert "KL divergence from float32 is" in record.getMessage()
-    exact = Sampler({tiny.info.name: tiny})
+    exact = Sampler({tiny.info.name: tiny}, choose_decoder=choose_decoder)
     asked = spec(PROMPT, max_tokens=12, prompt_logprobs=True, temperature=0.0)
     found, wanted = (sampled(finish(one, {1: asked}), 1) for one in (rounded, exact))
     assert found.prompt_logprobs == wanted.prompt_logprobs
@@ -63,7 +65,7 @@ def test_the_general_runner_keeps_the_models_own_weights_and_says_so(
     tiny: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "tinkex.engine"):
-        Sampler({tiny.info.name: tiny}, runner="general", weights="int8")
+        choose_decoder(tiny, "general", "int8")
     assert "int8 needs the packed runner" in caplog.text
 
 

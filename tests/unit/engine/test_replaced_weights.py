@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from tests.unit.engine.oracle import randomise
-from tests.unit.engine.test_sample import finish, sampled, sampler, spec
+from tests.unit.engine.sampling_oracle import finish, sampled, sampler, spec
 from tinkex.engine.adapters import checkpoint
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import LoraSpec

@@ -202,7 +202,7 @@ def check(model: Model, case: str, count: int = len(LENGTHS), within: float = TO
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradient_are_those_of_the_written_formula(tiny: Model, case: str) -> None:
+def test_loss_and_gradient_equal_the_formula(tiny: Model, case: str) -> None:
     check(tiny, case)
 
 
@@ -221,7 +221,7 @@ def test_loss_and_gradient_are_those_of_the_written_formula(tiny: Model, case: s
         "kl_divergence 2-D",
     ],
 )
-def test_loss_and_gradient_on_a_real_model_are_those_of_the_written_formula(smollm2: Model, case: str) -> None:
+def test_loss_and_gradient_on_a_real_model_equal_the_formula(smollm2: Model, case: str) -> None:
     # Thirty layers of fp32: PEFT's own gradients are up to 1.3e-4 from float64 (ppo, layer 0), as the general runner's.
     check(smollm2, case, 2, within=3e-4)
 
@@ -258,7 +258,7 @@ def test_a_new_adapter_is_the_base_model(tiny: Model) -> None:
     torch.testing.assert_close(found, lp_TV[range(len(tokens) - 1), tokens[1:]], atol=1e-5, rtol=0)
 
 
-def test_sums_not_means_so_ten_times_the_weights_give_ten_times_the_gradient(tiny: Model) -> None:
+def test_losses_are_sums_so_ten_times_the_weights_give_ten_times_the_gradient(tiny: Model) -> None:
     gradients = []
     for factor in (1.0, 10.0):
         session = Session(tiny)
@@ -269,7 +269,7 @@ def test_sums_not_means_so_ten_times_the_weights_give_ten_times_the_gradient(tin
     assert float((gradients[1] - gradients[0] * 10).norm() / gradients[1].norm()) < 1e-6
 
 
-def test_tokens_of_weight_zero_have_no_part_in_the_gradient_but_a_log_probability(tiny: Model) -> None:
+def test_tokens_of_weight_zero_have_a_log_probability_and_no_gradient(tiny: Model) -> None:
     session = Session(tiny)
     adapter = randomise(session.create())
     whole = datum(range(10), target_tokens=range(1, 11), weights=[1.0] * 4 + [0.0] * 6)
@@ -299,7 +299,7 @@ def test_results_do_not_depend_on_how_a_batch_is_split(tiny: Model, case: str) -
     torch.testing.assert_close(lp, lp_2, atol=1e-5, rtol=0)
 
 
-def test_sparse_targets_and_weights_mean_the_dense_ones(tiny: Model) -> None:
+def test_sparse_targets_and_weights_equal_dense_ones(tiny: Model) -> None:
     # Clients drop zeros to save bytes, token 0 among them: the two patterns then differ.
     targets = torch.tensor([[7, 0, 0, 0], [0, 9, 0, 0], [3, 5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 8]])
     weights = torch.tensor([[0.5, 0.25, 0, 0], [1.0, 0, 0, 0], [0, 0.5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 2.0]])
@@ -332,7 +332,7 @@ def test_without_weights_only_listed_targets_count(tiny: Model) -> None:
     assert losses[0] == losses[1]
 
 
-def test_kl_divergence_skips_what_sparse_targets_do_not_list(tiny: Model) -> None:
+def test_kl_divergence_skips_entries_that_sparse_targets_do_not_list(tiny: Model) -> None:
     targets = torch.tensor([[7, 0, 0, 0], [0, 9, 4, 0], [3, 0, 0, 0], [2, 0, 0, 0]])
     teacher = torch.where(targets != 0, -1.0, 0.0)
     example = datum(range(4), target_tokens=sparsely(targets), logprobs=teacher.tolist(), weights=[1.0, 2.0, 0.0, 1.0])
@@ -359,7 +359,7 @@ def test_data_with_different_numbers_of_targets_share_a_batch(tiny: Model) -> No
 
 
 @pytest.mark.slow
-def test_log_probabilities_of_a_real_model_within_1e_4_also_far_into_a_text(smollm2: Model) -> None:
+def test_log_probabilities_of_a_real_model_are_within_1e_4_over_a_long_text(smollm2: Model) -> None:
     session = Session(smollm2)
     adapter = randomise(session.create(rank=8))
     rng = random.Random(3)

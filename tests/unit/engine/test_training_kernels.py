@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.oracle import Session, datum, randomise
+from tests.unit.engine.architectures import CPU, PACKED, saved
+from tests.unit.engine.oracle import Session, assert_alike, both, datum, randomise
 from tests.unit.engine.test_decode_kernels import each_variant, with_kernels
-from tests.unit.engine.test_model import CPU, saved
-from tests.unit.engine.test_runners import PACKED, assert_alike, both
 from tinkex.engine.adapters.lora import LoraWeights, Segment
 from tinkex.engine.contract import LoraSpec
 from tinkex.engine.models.loaded_model import Model, load

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.unit.engine.test_model import CPU
+from tests.unit.engine.architectures import CPU
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.models.loaded_model import load
 from tinkex.engine.packed.weights import _stack_rows, fuse

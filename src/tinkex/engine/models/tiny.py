@@ -1,7 +1,7 @@
-"""The built-in `tinkex/tiny`: two Llama layers with random weights and one token per byte. For tests and first steps.
+"""Writes the built-in model `tinkex/tiny`: two Llama layers with random weights, one token per byte. For tests.
 
-Made with numpy in milliseconds, without torch. The same bits on every machine: the numbers are bytes of a hash, scaled
-by powers of two, so that no random generator's or maths library's version shows.
+Made with numpy in milliseconds, without torch. The bits are the same on every machine: the weights are bytes of a hash,
+scaled by powers of two, so they depend on no version of a random generator or maths library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 NAME = "tinkex/tiny"
 VERSION = 1
-"""Part of the cached folder's name. Grows when the files change."""
+"""Part of the cached folder's name. Increase it when the files change."""
 
 WIDTH, MLP_WIDTH, LAYERS, HEADS, KV_HEADS = 64, 192, 2, 4, 2
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -78,7 +78,7 @@ def write(folder: Path) -> None:
 
 
 def weights() -> dict[str, Any]:
-    """Every tensor by its name, as numpy float32."""
+    """Return every tensor by its name, as numpy float32."""
     import numpy as np
 
     kv_width = WIDTH // HEADS * KV_HEADS
@@ -87,9 +87,9 @@ def weights() -> dict[str, Any]:
         "model.norm.weight": np.ones(WIDTH, np.float32),
     }
     for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
+        prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}{norm}.weight"] = np.ones(WIDTH, np.float32)
+            tensors[f"{prefix}{norm}.weight"] = np.ones(WIDTH, np.float32)
         for name, out_width, in_width in (
             ("self_attn.q_proj", WIDTH, WIDTH),
             ("self_attn.k_proj", kv_width, WIDTH),
@@ -99,12 +99,12 @@ def weights() -> dict[str, Any]:
             ("mlp.up_proj", MLP_WIDTH, WIDTH),
             ("mlp.down_proj", WIDTH, MLP_WIDTH),
         ):
-            tensors[f"{at}{name}.weight"] = _noise(f"{layer}.{name}", out_width, in_width)
+            tensors[f"{prefix}{name}.weight"] = _noise(f"{layer}.{name}", out_width, in_width)
     return tensors
 
 
 def _noise(name: str, rows: int, columns: int) -> Any:
-    """Even noise in [-1/4, 1/4): keeps about the size of a 64-wide vector, and gives logits a spread of about one."""
+    """Return uniform noise in [-1/4, 1/4): it about preserves the norm of a 64-wide vector, and logits spread by 1."""
     import numpy as np
 
     raw = hashlib.shake_256(f"{NAME} {VERSION} {name}".encode()).digest(2 * rows * columns)
@@ -112,18 +112,20 @@ def _noise(name: str, rows: int, columns: int) -> Any:
 
 
 def tokenizer() -> Any:
-    """A `tokenizers.Tokenizer` in which token n is byte n, and the special tokens follow."""
+    """Return a `tokenizers.Tokenizer` in which token n is byte n, and the special tokens follow."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    made = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(_letters())}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
-    return made
+    byte_tokenizer = Tokenizer(
+        models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[])
+    )
+    byte_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_tokenizer.decoder = decoders.ByteLevel()
+    byte_tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    return byte_tokenizer
 
 
-def _letters() -> list[str]:
-    """How byte-level tokenizers spell the bytes 0 to 255: printable Latin-1 as itself, the others from U+0100 on."""
+def _byte_letters() -> list[str]:
+    """Return how byte-level tokenizers spell bytes 0 to 255: printable Latin-1 as itself, the others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -18,8 +18,8 @@ from torch import Tensor
 from tinkex.engine.packed import norm_rope_gate
 from tinkex.engine.packed.kernels.binding import Attention, Kernels
 from tinkex.engine.packed.weights import Weights
-from tinkex.engine.sampling.decoder import Next
-from tinkex.engine.sampling.kv_cache import RowLayer, padding_mask
+from tinkex.engine.sampling.decoder import RowInput
+from tinkex.engine.sampling.kv_cache import KVLayer, padding_mask
 
 
 class AttentionOutput(NamedTuple):
@@ -35,10 +35,10 @@ class AttentionOutput(NamedTuple):
 class DecodeAttention(Protocol):
     """Attention of decode steps, in one of two ways."""
 
-    def begin(self, rows: Sequence[Next], width: int) -> None:
+    def begin(self, rows: Sequence[RowInput], width: int) -> None:
         """Prepare a step, before its first layer. `width`: columns of the cache with the new one."""
 
-    def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_logsumexp: bool) -> AttentionOutput:
+    def attend(self, layer: KVLayer, qkv_BO: Tensor, *, needs_logsumexp: bool) -> AttentionOutput:
         """Rotate queries and keys in place, append keys and values to the cache, and attend to it."""
 
 
@@ -57,15 +57,15 @@ class TorchDecodeAttention:
         self._weights = weights
         self._shape = (-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
 
-    def begin(self, rows: Sequence[Next], width: int) -> None:
+    def begin(self, rows: Sequence[RowInput], width: int) -> None:
         self._angles = self._weights.angles(torch.tensor([row.position for row in rows]))
-        mask_BT = padding_mask([row.held + 1 for row in rows], width, torch.device("cpu"))
+        mask_BT = padding_mask([row.cached_tokens + 1 for row in rows], width, torch.device("cpu"))
         self._mask_N1T = None
         if mask_BT is not None:
             mask_B1T = torch.zeros(mask_BT.shape).masked_fill_(~mask_BT, -torch.inf)[:, None]
             self._mask_N1T = mask_B1T.repeat_interleave(self._weights.key_heads, 0)
 
-    def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_logsumexp: bool) -> AttentionOutput:
+    def attend(self, layer: KVLayer, qkv_BO: Tensor, *, needs_logsumexp: bool) -> AttentionOutput:
         weights = self._weights
         norm_rope_gate.apply_rope(weights, qkv_BO, *self._angles)
         heads, keys = weights.heads, weights.key_heads
@@ -89,11 +89,11 @@ class KernelDecodeAttention:
         self._weights, self._kernels = weights, kernels
         self._shape = (-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
 
-    def begin(self, rows: Sequence[Next], width: int) -> None:
+    def begin(self, rows: Sequence[RowInput], width: int) -> None:
         weights, count = self._weights, len(rows)
         self._cos_B1W, self._sin_B1W = weights.angles(torch.tensor([row.position for row in rows]))
-        self._lengths_B = torch.tensor([row.held for row in rows])
-        self._longest = max(row.held for row in rows)
+        self._lengths_B = torch.tensor([row.cached_tokens for row in rows])
+        self._longest = max(row.cached_tokens for row in rows)
         self._largest_BH, self._sum_exp_BH = torch.empty(2, count, weights.heads)
         self._call = Attention(
             cosine=self._cos_B1W.data_ptr(),
@@ -108,7 +108,7 @@ class KernelDecodeAttention:
             scale=weights.scale,
         )
 
-    def attend(self, layer: RowLayer, qkv_BO: Tensor, *, needs_logsumexp: bool) -> AttentionOutput:
+    def attend(self, layer: KVLayer, qkv_BO: Tensor, *, needs_logsumexp: bool) -> AttentionOutput:
         weights, call = self._weights, self._call
         queries = weights.heads * weights.head_width
         out_BO = torch.empty(len(qkv_BO), queries)
@@ -118,7 +118,7 @@ class KernelDecodeAttention:
         # The kernel writes without checking bounds; torch would have raised an error.
         if layer.rows != len(qkv_BO) or self._longest > layer.width:
             raise ValueError(f"{len(qkv_BO)} rows of up to {self._longest} tokens in a cache of {layer.rows}")
-        call.column = layer.reserve(1)
+        call.column = layer.reserve_columns(1)
         call.qkv, call.out = qkv_BO.data_ptr(), out_BO.data_ptr()
         call.keys, call.values, call.columns = layer.keys.data_ptr(), layer.values.data_ptr(), layer.keys.shape[2]
         self._kernels.attend(call)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinkex.engine.adapters.lora import segments_of
 from tinkex.engine.packed import linear, norm_rope_gate, quantized
 from tinkex.engine.packed.decode_attention import decode_attention_for
 from tinkex.engine.packed.linear import Linear, PackedLinear
@@ -25,8 +26,8 @@ from tinkex.engine.packed.lora_decode import StackedLora
 from tinkex.engine.packed.lora_train import PackedLora
 from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.packed.weights import Weights
-from tinkex.engine.sampling.decoder import Acting, Next, Reading, segments_of
-from tinkex.engine.sampling.kv_cache import RowCache, RowLayer
+from tinkex.engine.sampling.decoder import PromptChunk, RowAdapters, RowInput
+from tinkex.engine.sampling.kv_cache import KVCache, KVLayer
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -41,7 +42,7 @@ _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 class PackedDecoder:
     """Implements `sampling.decoder.Decoder`."""
 
-    can_share = True
+    can_share_prefix = True
 
     def __init__(self, weights: Weights, kind: str = "float32") -> None:
         """`kind`: of the weights that rows decode with, one of `quantized.FORMATS`."""
@@ -64,7 +65,7 @@ class PackedDecoder:
 
     # Prompts
 
-    def read(self, readings: Sequence[Reading]) -> list[Tensor]:
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[Tensor]:
         """Fill the caches of prompts, and return the hidden states of their new tokens.
 
         All new tokens are concatenated [N, D], sorted so that those of one adapter and those of one length are
@@ -72,15 +73,15 @@ class PackedDecoder:
         """
         linears: Sequence[Linear | None] = self._decode_linears()  # first: it decides whether the kernels are used
         weights = self._weights
-        order = _order(readings)
-        readings = [readings[number] for number in order]
-        lengths = [len(reading.tokens) for reading in readings]
-        segments = segments_of([reading.weights for reading in readings for _ in reading.tokens])
+        order = _order(chunks)
+        chunks = [chunks[number] for number in order]
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        segments = segments_of([chunk.weights for chunk in chunks for _ in chunk.tokens])
         lora = PackedLora(segments, sum(lengths), kernels=weights.kernels)
-        blocks = _prompt_blocks(readings)
-        positions_N = torch.cat([torch.arange(reading.at, reading.at + len(reading.tokens)) for reading in readings])
+        blocks = _prompt_blocks(chunks)
+        positions_N = torch.cat([torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
         cos_N1W, sin_N1W = weights.angles(positions_N)
-        x_ND = weights.embedded(torch.tensor([token for reading in readings for token in reading.tokens]))
+        x_ND = weights.embedded(torch.tensor([token for chunk in chunks for token in chunk.tokens]))
         for number, layer in enumerate(weights.layers):
             is_exact = self._kind == "float32"
             qkv, out, gate_up, down = linears[4 * number : 4 * number + 4] if is_exact else (None,) * 4
@@ -115,10 +116,10 @@ class PackedDecoder:
 
     # Rows
 
-    def step(self, cache: RowCache, rows: Sequence[Next]) -> Tensor:
+    def step(self, cache: KVCache, rows: Sequence[RowInput]) -> Tensor:
         return self._step(self._decode_linears(), cache, rows)
 
-    def _step(self, linears: Sequence[Linear], cache: RowCache, rows: Sequence[Next]) -> Tensor:
+    def _step(self, linears: Sequence[Linear], cache: KVCache, rows: Sequence[RowInput]) -> Tensor:
         """Compute one token of every row [B, D]: the layers of `layer.forward`, with packed linears and the cache."""
         weights = self._weights
         self._lora.prepare([row.weights for row in rows])
@@ -135,15 +136,15 @@ class PackedDecoder:
             x_BD = self._linear(linears, 4 * number + 3, norm_rope_gate.glu(weights, gate_up_BF), x_BD)
         return norm_rope_gate.rmsnorm(weights, x_BD, weights.norm_D)
 
-    def logits(self, hidden_ND: Tensor, acting: Acting) -> Tensor:
+    def logits(self, hidden_ND: Tensor, adapters: RowAdapters) -> Tensor:
         if hidden_ND.shape[0] <= linear.PACKED_UP_TO:
             unembed = self._decode_linears()[-1]
-            self._head_lora.prepare(acting)
+            self._head_lora.prepare(adapters)
             logits_NV = unembed(hidden_ND)
             self._head_lora.apply(0, hidden_ND, logits_NV)
             return logits_NV
         logits_NV = linear.linear(hidden_ND, self._weights.head_VD)
-        for weights, start, stop in segments_of(acting):
+        for weights, start, stop in segments_of(adapters):
             pair = weights.pairs.get(self._weights.head_site)
             if pair is not None:
                 low_NR = hidden_ND[start:stop] @ pair[0].t() * weights.spec.scale
@@ -161,7 +162,7 @@ class PackedDecoder:
         self._lora.apply(number, x_BD, y_BO)
         return y_BO
 
-    def _attend_rows(self, cache: RowCache, number: int, qkv_BO: Tensor, prefixes: Sequence[SharedPrefix]) -> Tensor:
+    def _attend_rows(self, cache: KVCache, number: int, qkv_BO: Tensor, prefixes: Sequence[SharedPrefix]) -> Tensor:
         """Attend from every row to its own tokens, and to the prompt that it shares with others.
 
         A softmax over own tokens and prompt together is a weighted mean of the two softmaxes. The weight of the prompt
@@ -215,8 +216,8 @@ class PackedDecoder:
 
     def _is_right(self, linears: Sequence[Linear]) -> bool:
         """Whether decode steps give what a whole pass by torch gives: the kernels may have been built elsewhere."""
-        tokens_T, cache = torch.arange(CHECKED_TOKENS) * 997 % len(self._weights.head_VD), RowCache()
-        rows = [Next(token, at, at, None) for at, token in enumerate(tokens_T.tolist())]
+        tokens_T, cache = torch.arange(CHECKED_TOKENS) * 997 % len(self._weights.head_VD), KVCache()
+        rows = [RowInput(token, at, at, None) for at, token in enumerate(tokens_T.tolist())]
         stepped = [self._step(linears, cache, [row]) for row in rows]
         whole_TD = PackedRunner(replace(self._weights, kernels=None)).hidden(tokens_T)
         return float((torch.cat(stepped) - whole_TD).abs().max()) <= TOLERANCE * float(whole_TD.abs().max())
@@ -226,7 +227,7 @@ class PromptBlock(NamedTuple):
     """Tokens that share a call of attention: new tokens of one prompt, or several whole prompts of one length."""
 
     tokens: slice
-    caches: list[RowCache]
+    caches: list[KVCache]
     mask_TT: Tensor | None
     """None for whole prompts, where the plain causal mask is right."""
 
@@ -235,31 +236,31 @@ class PromptBlock(NamedTuple):
         return self.mask_TT is None
 
 
-def _order(readings: Sequence[Reading]) -> list[int]:
+def _order(chunks: Sequence[PromptChunk]) -> list[int]:
     """Return the order in which prompts of one adapter, and within those prompts of one length, are neighbours."""
-    adapters = list(dict.fromkeys(id(reading.weights) for reading in readings))
+    adapters = list(dict.fromkeys(id(chunk.weights) for chunk in chunks))
     ranks = {adapter: rank for rank, adapter in enumerate(adapters)}
-    keys = [(ranks[id(reading.weights)], reading.at, len(reading.tokens)) for reading in readings]
-    return sorted(range(len(readings)), key=keys.__getitem__)
+    keys = [(ranks[id(chunk.weights)], chunk.start, len(chunk.tokens)) for chunk in chunks]
+    return sorted(range(len(chunks)), key=keys.__getitem__)
 
 
-def _prompt_blocks(readings: Sequence[Reading]) -> list[PromptBlock]:
-    """Group neighbouring whole prompts of one length; every other reading is a block of its own."""
+def _prompt_blocks(chunks: Sequence[PromptChunk]) -> list[PromptBlock]:
+    """Group neighbouring whole prompts of one length; every other chunk is a block of its own."""
     blocks: list[PromptBlock] = []
     at = 0
-    for reading in readings:
-        length = len(reading.tokens)
+    for chunk in chunks:
+        length = len(chunk.tokens)
         last = blocks[-1] if blocks else None
         if (
             last is not None
             and last.is_whole
-            and reading.at == 0
+            and chunk.start == 0
             and last.tokens.stop - last.tokens.start == length * len(last.caches)
         ):
-            last.caches.append(reading.cache)
+            last.caches.append(chunk.cache)
             blocks[-1] = last._replace(tokens=slice(last.tokens.start, at + length))
         else:
-            blocks.append(PromptBlock(slice(at, at + length), [reading.cache], _causal_mask(reading.at, length)))
+            blocks.append(PromptBlock(slice(at, at + length), [chunk.cache], _causal_mask(chunk.start, length)))
         at += length
     return blocks
 
@@ -268,12 +269,12 @@ class SharedPrefix(NamedTuple):
     """Rows that attend to the cache of one prompt."""
 
     rows: Tensor | slice
-    prefix: RowCache
+    prefix: KVCache
 
 
-def _shared_prefixes(rows: Sequence[Next]) -> list[SharedPrefix]:
+def _shared_prefixes(rows: Sequence[RowInput]) -> list[SharedPrefix]:
     numbers_of: dict[int, list[int]] = {}
-    caches: dict[int, RowCache] = {}
+    caches: dict[int, KVCache] = {}
     for number, row in enumerate(rows):
         if row.prefix is not None:
             numbers_of.setdefault(id(row.prefix), []).append(number)
@@ -287,11 +288,11 @@ def _shared_prefixes(rows: Sequence[Next]) -> list[SharedPrefix]:
     return shared
 
 
-def _layer(cache: RowCache, number: int) -> RowLayer:
+def _layer(cache: KVCache, number: int) -> KVLayer:
     while len(cache.layers) <= number:
-        cache.layers.append(RowLayer())
+        cache.layers.append(KVLayer())
     layer = cache.layers[number]
-    assert isinstance(layer, RowLayer)
+    assert isinstance(layer, KVLayer)
     return layer
 
 

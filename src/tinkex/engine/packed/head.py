@@ -21,7 +21,7 @@ from torch import Tensor
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.packed import linear
-from tinkex.engine.training.runner import Item, slope, weigh
+from tinkex.engine.training.runner import Item, compute_loss, loss_gradient
 
 MOST_LOGITS = 2**25
 """Logits in memory at a time (128 MB in float32): 682 positions at 49,152 tokens."""
@@ -90,7 +90,7 @@ def _score_at_once(head: Head, items: Sequence[Item], hidden_ND: Tensor, d_ND: T
     at, slopes = 0, []
     for item, targets_NK in parts:
         logprobs_NK = logprobs_NV[at : at + item.length].gather(1, targets_NK)
-        d_logprobs = weigh(item, logprobs_NK.view(item.datum.targets.shape))
+        d_logprobs = compute_loss(item, logprobs_NK.view(item.datum.targets.shape))
         slopes.append(torch.zeros(targets_NK.shape) if d_logprobs is None else d_logprobs)
         at += item.length
     if d_ND is not None:
@@ -110,7 +110,7 @@ def _score_in_pieces(head: Head, item: Item, hidden_ND: Tensor, d_ND: Tensor | N
         if is_by_piece and d_ND is not None:
             slopes = [_piece_slope(item, piece, logprobs[-1])]
             _backward(head, parts, hidden_ND[piece], logprobs_NV, slopes, d_ND[piece])
-    d_logprobs = weigh(item, torch.cat(logprobs).view(item.datum.targets.shape))
+    d_logprobs = compute_loss(item, torch.cat(logprobs).view(item.datum.targets.shape))
     if d_ND is not None and not is_by_piece and d_logprobs is not None:
         for piece in pieces:
             parts = [HeadChunk(item, targets_NK[piece])]
@@ -119,7 +119,7 @@ def _score_in_pieces(head: Head, item: Item, hidden_ND: Tensor, d_ND: Tensor | N
 
 
 def _piece_slope(item: Item, piece: slice, logprobs_NK: Tensor) -> Tensor:
-    """Return the gradient of a piece's part of the loss. Errors are reported later by `weigh`, for the whole datum."""
+    """Return the gradient of a piece's part of the loss. `compute_loss` reports errors later, for the whole datum."""
     leaf = logprobs_NK.view(item.datum.targets[piece].shape).clone().requires_grad_()
     inputs = {name: value[piece] for name, value in item.datum.inputs.items()}
     try:
@@ -127,7 +127,7 @@ def _piece_slope(item: Item, piece: slice, logprobs_NK: Tensor) -> Tensor:
             term, _ = item.loss.compute(leaf, inputs, item.config)
     except EngineFault:
         return torch.zeros_like(leaf)
-    return slope(term, leaf)
+    return loss_gradient(term, leaf)
 
 
 def _logprobs(head: Head, parts: Sequence[HeadChunk], hidden_ND: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class PackedRunner:
         self._head = Head(weights.head_VD, weights.head_site)
         self._saved_bytes = saved_bytes
 
-    def size(self, count: int, longest: int, total: int) -> int:
+    def cost_tokens(self, count: int, longest: int, total: int) -> int:
         return total
 
     def hidden(self, tokens_T: Tensor) -> Tensor:

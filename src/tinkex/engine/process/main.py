@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
 from tinkex.engine.contract import EngineFault, ModelInfo
@@ -133,6 +134,7 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     from transformers.utils import logging as transformers_logging
 
     from tinkex.engine.models import loaded_model
+    from tinkex.engine.runner_choice import choose_decoder, choose_runner
     from tinkex.engine.sampling.sampler import Sampler
     from tinkex.engine.training.trainer import Trainer
 
@@ -150,13 +152,13 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
         send(0, Frame({"news": "loading", "what": info.aliases[0] if info.aliases else info.name}))
         loaded = loaded_model.load(info, device, dtype)
         models.update(dict.fromkeys(info.names, loaded))
-    trainer = Trainer(models, token_budget=start["token_budget"])
+    trainer = Trainer(models, choose_runner=choose_runner, token_budget=start["token_budget"])
     sampler = Sampler(
         models,
+        choose_decoder=partial(choose_decoder, weight_format=start["decode_weights"]),
         max_rows=start["max_rows"],
         max_cache_tokens=start["max_cache_tokens"],
         adapters_bytes=start["adapters_bytes"],
-        weights=start["decode_weights"],
     )
     send(0, Frame({"news": "ready", "threads": threads, "device": str(device)}))
     largest = max(sum(part.nbytes for part in model.module.parameters()) for model in models.values())

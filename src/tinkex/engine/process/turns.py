@@ -11,8 +11,8 @@ The policy, in full:
 * On a tie training goes first: most training commands are short (`optim_step`, `create`), and a client waits for them.
 
 A training turn is a layer of a micro-batch (of the general runner: a whole one), or the short commands that wait.
-Within training, tenants get equal parts of a micro-batch (`passes.share`); within decoding, the sampler batches its
-rows. `docs/decisions/fairness.md` draws all of it.
+Within training, tenants get equal parts of a micro-batch (`micro_batches.next_micro_batch`); within decoding, the
+sampler batches its rows. `docs/decisions/fairness.md` draws all of it.
 """
 
 from __future__ import annotations

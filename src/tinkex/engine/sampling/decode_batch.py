@@ -1,10 +1,15 @@
-"""One decode batch: sampling requests of one base model, with any adapters, which join and leave between steps.
+"""One decode batch: sampling requests of one base model, with any adapters. Requests join and leave between steps.
 
-A prompt is read once, in chunks, into a cache of its own, for all requests that have it; each sequence then joins the
-batch as a row, with a copy of it or looking at the one that is there. Whether there is room for a row is the caller's
-to say (`Sampler`).
+A request passes through three stages:
 
-Axes: B rows of the batch, T tokens, D model width, V vocabulary.
+    prefilling   its prompt is computed in chunks into a KV cache of its own, once for all requests with that prompt
+    starting     its prompt is complete; its sequences start as rows of the batch as soon as there is room
+    rows         one row per sequence; every decode step draws one token of every row
+
+A row has a copy of the prompt's keys and values in the batch's cache, or reads the prompt's own cache. The caller
+(`Sampler`) decides how many rows there is room for.
+
+Axes: B rows of the batch, N some of the rows, K ranked tokens, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,75 +27,88 @@ from torch import Tensor
 from tinkex.engine.adapters.lora import LoraWeights
 from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.sampling.decoder import Decoder, Next, Reading
-from tinkex.engine.sampling.kv_cache import RowCache
-from tinkex.engine.sampling.prefix_cache import Prompt, PromptCache
-from tinkex.engine.sampling.prompt_logprobs import PromptScores, not_finite, pairs_of
-from tinkex.engine.sampling.stop_sequences import StopStrings
-from tinkex.engine.sampling.token_choice import Chooser, choose, ranked
+from tinkex.engine.sampling.adapter_cache import WeightsKey
+from tinkex.engine.sampling.decoder import Decoder, PromptChunk, RowInput
+from tinkex.engine.sampling.kv_cache import KVCache
+from tinkex.engine.sampling.next_token import TokenSampler, rank_tokens, sample_next_tokens
+from tinkex.engine.sampling.prefix_cache import CachedPrompt, PrefixCache
+from tinkex.engine.sampling.prompt_logprobs import PromptLogprobs, divergence_fault, token_logprob_pairs
+from tinkex.engine.sampling.stop_strings import StopStrings
 
 logger = logging.getLogger("tinkex.engine")
 
-CHUNK = 512
-"""Prompt tokens of one step. Larger multiplies run little faster, and everybody else waits for them."""
-BESIDE = 4
-"""While rows are waiting for their next token, a chunk is so many times smaller."""
-SHARED_FROM = 64
-"""Tokens from which rows look at a shared prompt instead of copying it: below, a second look costs more."""
+CHUNK_TOKENS = 512
+"""Prompt tokens prefilled in one step. Larger products are hardly faster, and all other requests wait for them."""
+CHUNK_DIVISOR = 4
+"""While rows wait for their next token, a chunk is smaller by this factor."""
+MIN_SHARED_TOKENS = 64
+"""Rows read a shared prompt of at least so many tokens in place. A shorter one is copied: a second attention call costs
+more than the copy."""
 
 Event = tuple[int, SampleEvent | EngineFault]
+"""A request's number, and its new tokens, its result or its error."""
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A sampling request on its way."""
+class ActiveSample:
+    """A sampling request in progress."""
 
     number: int
     spec: SampleSpec
-    most: int
-    """Tokens that a sequence may have at most: as asked, or as the context leaves."""
-    stops: Callable[[], StopStrings] | None
-    """Makes the watcher of one sequence, if there are stop strings."""
-    scores: PromptScores
-    key: Hashable = None
-    """Which weights those are, by their files."""
+    weights_key: WeightsKey
+    max_tokens: int
+    """The most tokens of a sequence: as requested, or as the model's context leaves."""
+    make_stop_strings: Callable[[], StopStrings] | None
+    """Makes the stop-string watcher of one sequence, if there are stop strings."""
+    prompt_logprobs: PromptLogprobs
     weights: LoraWeights | None = None
-    prompt: Prompt | None = None
-    """Gone when the last sequence has started."""
-    hit_tokens: int = 0
-    """Tokens of the prompt that had been read for another request."""
+    prompt: CachedPrompt | None = None
+    """None once the last sequence has started."""
+    cache_hit_tokens: int = 0
+    """Tokens of the prompt that had been computed for another request."""
     started: int = 0
+    """Sequences that have become rows."""
     finished: dict[int, SequenceOutput] = field(default_factory=dict)
 
     @property
-    def length(self) -> int:
-        """Tokens of one row at most."""
-        return len(self.spec.prompt) + self.most
+    def prefix_key(self) -> Hashable:
+        """Which prompts in the prefix cache this request may use.
+
+        Only those of its own tenant, also with the base model: a result says how much of its prompt was cached, and a
+        tenant that may ask often could read the prompt of another out of that, token by token.
+        """
+        return (self.weights_key, self.spec.tenant)
 
     @property
-    def waiting(self) -> int:
-        """Sequences that have not started."""
+    def max_length(self) -> int:
+        """The most tokens of one row, prompt included."""
+        return len(self.spec.prompt) + self.max_tokens
+
+    @property
+    def unstarted(self) -> int:
+        """Sequences that are not rows yet."""
         return self.spec.num_samples - self.started
 
     @property
-    def places(self) -> int:
-        """Rows' worth of room that it needs besides its rows: for the prompt, and for a first row if both must be."""
+    def extra_rows(self) -> int:
+        """Rows of the cache to reserve besides its rows: one for the prompt, and one for the first row if the prompt is
+        needed after that."""
         return 2 if self.spec.num_samples > 1 and not self.started else 1
 
     def result(self) -> Sampled:
         return Sampled(
             sequences=[self.finished[index] for index in range(self.spec.num_samples)],
-            prompt_logprobs=self.scores.logprobs,
-            topk_prompt=self.scores.topk,
-            targets=self.scores.targets,
-            alternatives=self.scores.alternatives,
-            cache_hit_tokens=self.hit_tokens,
+            prompt_logprobs=self.prompt_logprobs.logprobs,
+            topk_prompt=self.prompt_logprobs.topk,
+            targets=self.prompt_logprobs.targets,
+            alternatives=self.prompt_logprobs.alternatives,
+            cache_hit_tokens=self.cache_hit_tokens,
             prompt_tokens=len(self.spec.prompt),
         )
 
 
-class Drawn(NamedTuple):
-    """One token, with the most likely ones if they are wanted."""
+class DrawnToken(NamedTuple):
+    """One drawn token, with the most likely ones if they are requested."""
 
     token: int
     logprob: float
@@ -100,61 +118,64 @@ class Drawn(NamedTuple):
 class Row:
     """One sequence of a request."""
 
-    def __init__(self, request: Request, index: int, model: Model) -> None:
-        self.request = request
-        self.spec = request.spec
+    def __init__(self, sample: ActiveSample, index: int, model: Model) -> None:
+        self.sample = sample
+        self.spec = sample.spec
         self.index = index
-        self.chooser = Chooser(request.spec, index, model.vocab_size, model.device)
-        self.length = len(request.spec.prompt)
-        """Tokens whose keys are known; the last one drawn is not among them."""
-        self.prefix: Prompt | None = None
-        """The prompt, if it looks at the shared one instead of having copied it."""
-        self._stops = request.stops() if request.stops else None
+        self.token_sampler = TokenSampler(sample.spec, index, model.vocab_size, model.device)
+        self.computed_tokens = len(sample.spec.prompt)
+        """Tokens whose keys and values are computed; the last drawn token is not among them."""
+        self.prefix: CachedPrompt | None = None
+        """The prompt, if the row reads its cache instead of a copy."""
+        self._stop_strings = sample.make_stop_strings() if sample.make_stop_strings else None
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.topk: list[list[tuple[int, float]]] | None = [] if request.spec.topk_sample > 0 else None
+        self.topk: list[list[tuple[int, float]]] | None = [] if sample.spec.topk_sample > 0 else None
 
     @property
-    def held(self) -> int:
-        """Tokens in the batch's own cache."""
-        return self.length - (0 if self.prefix is None else self.prefix.at)
+    def cached_tokens(self) -> int:
+        """Tokens of this row in the batch's own cache."""
+        return self.computed_tokens - (0 if self.prefix is None else self.prefix.prefilled)
 
-    def next(self) -> Next:
+    def next_input(self) -> RowInput:
         prefix = None if self.prefix is None else self.prefix.cache
-        return Next(self.tokens[-1], self.length, self.held, self.request.weights, prefix)
+        return RowInput(self.tokens[-1], self.computed_tokens, self.cached_tokens, self.sample.weights, prefix)
 
-    def take(self, drawn: Drawn) -> str | None:
-        """Add a token that was drawn. Returns why the sequence ends with it, or None."""
+    def add_token(self, drawn: DrawnToken) -> str | None:
+        """Append a drawn token. Returns the stop reason if the sequence ends with it, else None."""
         self.tokens.append(drawn.token)
         self.logprobs.append(drawn.logprob)
         if self.topk is not None and drawn.topk is not None:
             self.topk.append(drawn.topk)
-        self.chooser.note(drawn.token)
-        has_stop_string = self._stops is not None and self._stops.push(drawn.token)
+        self.token_sampler.record_token(drawn.token)
+        has_stop_string = self._stop_strings is not None and self._stop_strings.add_token(drawn.token)
         if drawn.token in self.spec.stop_tokens or has_stop_string:
             return "stop"
-        return "length" if len(self.tokens) >= self.request.most else None
+        return "length" if len(self.tokens) >= self.sample.max_tokens else None
 
     def finish(self, reason: str) -> None:
-        self.request.finished[self.index] = SequenceOutput(
+        self.sample.finished[self.index] = SequenceOutput(
             tokens=self.tokens, logprobs=self.logprobs, stop_reason=reason, topk=self.topk
         )
 
 
 class DecodeBatch:
-    """Requests of one base model, with any adapters."""
+    """The requests of one base model.
 
-    def __init__(self, model: Model, decoder: Decoder, prompts: PromptCache) -> None:
+    Invariant: `rows[i]` is row i of the KV cache. Rows that read a shared prompt have only their own tokens there.
+    """
+
+    def __init__(self, model: Model, decoder: Decoder, prefix_cache: PrefixCache) -> None:
         self.model = model
         self._decoder = decoder
-        self._prompts = prompts
-        self._cache = RowCache()
-        self._was_prefill = False
-        self.prefilling: deque[Prompt] = deque()
-        self._waiting: dict[Prompt, list[Request]] = {}
-        """Those that wait for a prompt to be read."""
-        self.starting: deque[Request] = deque()
-        """Prefilled, with sequences that have not started."""
+        self._prefix_cache = prefix_cache
+        self._cache = KVCache()
+        self._prefilled_last = False
+        self.prefilling: deque[CachedPrompt] = deque()
+        self._waiting: dict[CachedPrompt, list[ActiveSample]] = {}
+        """The requests that wait for a prompt in `prefilling`."""
+        self.starting: deque[ActiveSample] = deque()
+        """The requests whose prompt is complete and that have sequences left to start."""
         self.rows: list[Row] = []
 
     @property
@@ -162,273 +183,288 @@ class DecodeBatch:
         return bool(self.prefilling or self.starting or self.rows)
 
     @property
-    def _reading(self) -> list[Request]:
-        return [request for requests in self._waiting.values() for request in requests]
+    def _prefilling_samples(self) -> list[ActiveSample]:
+        return [sample for samples in self._waiting.values() for sample in samples]
 
     @property
-    def requests(self) -> list[Request]:
-        """All that are in it, each once."""
-        return list(dict.fromkeys([*self._reading, *self.starting, *(row.request for row in self.rows)]))
+    def samples(self) -> list[ActiveSample]:
+        """All requests in the batch, each once."""
+        return list(dict.fromkeys([*self._prefilling_samples, *self.starting, *(row.sample for row in self.rows)]))
 
     @property
     def load(self) -> tuple[int, int]:
-        """Rows, prompts counted as such, and the length that the longest of them may reach."""
-        prompts = [*self._reading, *self.starting]
-        lengths = [request.length for request in (*prompts, *(row.request for row in self.rows))]
-        return len(self.rows) + sum(request.places for request in prompts), max(lengths, default=0)
+        """The number of rows, with those reserved for prompts, and the most tokens that any of them may reach."""
+        with_prompt = [*self._prefilling_samples, *self.starting]
+        lengths = [sample.max_length for sample in (*with_prompt, *(row.sample for row in self.rows))]
+        return len(self.rows) + sum(sample.extra_rows for sample in with_prompt), max(lengths, default=0)
 
     @property
     def cache_bytes(self) -> int:
-        prompts = {*self.prefilling, *(request.prompt for request in self.starting), *(row.prefix for row in self.rows)}
+        prompts = {*self.prefilling, *(sample.prompt for sample in self.starting), *(row.prefix for row in self.rows)}
         return self._cache.nbytes + sum(prompt.cache.nbytes for prompt in prompts if prompt is not None)
 
-    def add(self, request: Request) -> None:
-        """Let a request in. A prompt that is known is not read again; nor is what it has in common with a known one."""
-        wanted = Prompt(request.key, request.spec.prompt, request.weights)
-        if request.scores.is_wanted:  # every hidden state is needed
-            request.prompt = wanted
+    def add(self, sample: ActiveSample) -> None:
+        """Add a request. A cached prompt is not computed again, nor is the prefix that it shares with a cached one."""
+        prompt = CachedPrompt(sample.prefix_key, sample.spec.prompt, sample.weights)
+        if sample.prompt_logprobs.is_requested:  # needs every hidden state, so the whole prompt must be computed
+            sample.prompt = prompt
         else:
-            reading = next((prompt for prompt in self.prefilling if prompt.same_as(wanted)), None)
-            request.prompt = reading or self._prompts.find(wanted)
-            request.hit_tokens = len(wanted.tokens) if reading is not None else request.prompt.at
-            if reading is not None:
-                reading.is_shared = True
-        if request.prompt.is_read:
-            request.prompt.is_shared = True
-            self.starting.append(request)
+            in_progress = next((queued for queued in self.prefilling if queued.matches(prompt)), None)
+            sample.prompt = in_progress or self._prefix_cache.lookup(prompt)
+            sample.cache_hit_tokens = len(prompt.tokens) if in_progress is not None else sample.prompt.prefilled
+            if in_progress is not None:
+                in_progress.is_shared = True
+        if sample.prompt.is_complete:
+            sample.prompt.is_shared = True
+            self.starting.append(sample)
             return
-        if request.prompt not in self._waiting:
-            self.prefilling.append(request.prompt)
-        self._waiting.setdefault(request.prompt, []).append(request)
+        if sample.prompt not in self._waiting:
+            self.prefilling.append(sample.prompt)
+        self._waiting.setdefault(sample.prompt, []).append(sample)
 
-    def step(self, room: Callable[[Request], int]) -> list[Event]:
-        """Prefill one chunk, or decode one token of every row, in turns."""
-        if self.prefilling and not (self.rows and self._was_prefill):
-            self._was_prefill = True
-            return self._prefill() + self.start(room)
-        self._was_prefill = False
+    def step(self, free_rows: Callable[[ActiveSample], int]) -> list[Event]:
+        """Prefill one chunk, or decode one token of every row; alternates if both have work."""
+        if self.prefilling and not (self.rows and self._prefilled_last):
+            self._prefilled_last = True
+            return self._prefill() + self.start_rows(free_rows)
+        self._prefilled_last = False
         return self._decode() if self.rows else []
 
-    def drop(self, requests: Iterable[Request]) -> None:
-        """Take requests out, wherever they are."""
-        gone = set(requests)
+    def drop(self, samples: Iterable[ActiveSample]) -> None:
+        """Remove requests, in whatever stage they are."""
+        dropped = set(samples)
         for prompt, waiting in list(self._waiting.items()):
-            self._waiting[prompt] = [request for request in waiting if request not in gone]
+            self._waiting[prompt] = [sample for sample in waiting if sample not in dropped]
             if not self._waiting[prompt]:
                 del self._waiting[prompt]
         self.prefilling = deque(prompt for prompt in self.prefilling if prompt in self._waiting)
-        self.starting = deque(request for request in self.starting if request not in gone)
-        self._leave([row for row in self.rows if row.request in gone])
+        self.starting = deque(sample for sample in self.starting if sample not in dropped)
+        self._remove_rows([row for row in self.rows if row.sample in dropped])
 
     # Prompts
 
     def _prefill(self) -> list[Event]:
-        """A chunk's worth of prompt tokens: part of a long prompt, or several short ones."""
-        readings: list[tuple[Prompt, Reading]] = []
-        budget = max(1, CHUNK // BESIDE) if self.rows else CHUNK
+        """Compute one chunk's worth of prompt tokens: part of a long prompt, or several short ones."""
+        chunks = self._next_chunks()
+        hidden: list[Tensor | None] = [None] * len(chunks)
+        try:
+            hidden[:] = self._decoder.prefill([chunk for _, chunk in chunks])
+        except Exception as error:
+            if len(chunks) == 1:
+                return self._fail_prompt(chunks[0][0], error)
+        events: list[Event] = []
+        last_hidden: dict[CachedPrompt, Tensor] = {}
+        for (prompt, chunk), hidden_TD in zip(chunks, hidden, strict=True):
+            try:
+                if hidden_TD is None:  # they failed together: run one by one, so that only the cause of it fails
+                    prompt.cache.truncate(prompt.prefilled)
+                    (hidden_TD,) = self._decoder.prefill([chunk])
+                for sample in self._waiting[prompt]:
+                    unembed = partial(self._unembed, sample.weights)
+                    sample.prompt_logprobs.add_hidden(hidden_TD, prompt.prefilled, unembed, self.model.vocab_size)
+            except Exception as error:  # fails the requests of this prompt only
+                events += self._fail_prompt(prompt, error)
+                continue
+            prompt.prefilled += hidden_TD.shape[0]
+            if prompt.prefilled == len(prompt.tokens):
+                last_hidden[prompt] = hidden_TD[-1:]
+            else:  # a long prompt goes behind the others
+                self.prefilling.remove(prompt)
+                self.prefilling.append(prompt)
+        self._complete_prompts(last_hidden)
+        return events
+
+    def _next_chunks(self) -> list[tuple[CachedPrompt, PromptChunk]]:
+        """Return the next tokens of the first prompts in the queue, up to the size of a chunk together."""
+        chunks: list[tuple[CachedPrompt, PromptChunk]] = []
+        budget = max(1, CHUNK_TOKENS // CHUNK_DIVISOR) if self.rows else CHUNK_TOKENS
         for prompt in self.prefilling:
             if budget <= 0:
                 break
-            tokens = prompt.tokens[prompt.at : prompt.at + budget]
-            readings.append((prompt, Reading(prompt.cache, prompt.at, tokens, prompt.weights)))
+            tokens = prompt.tokens[prompt.prefilled : prompt.prefilled + budget]
+            chunks.append((prompt, PromptChunk(prompt.cache, prompt.prefilled, tokens, prompt.weights)))
             budget -= len(tokens)
-        try:
-            found = self._decoder.read([reading for _, reading in readings])
-        except Exception as error:
-            if len(readings) == 1:
-                return self._unread(readings[0][0], error)
-            found = []
-        events: list[Event] = []
-        last: dict[Prompt, Tensor] = {}
-        for number, (prompt, reading) in enumerate(readings):
-            try:
-                if found:
-                    hidden_TD = found[number]
-                else:  # together it failed: one by one, so that only the guilty fails
-                    prompt.cache.roll_back(prompt.at)
-                    (hidden_TD,) = self._decoder.read([reading])
-                for request in self._waiting[prompt]:
-                    unembed = partial(self._unembed, request.weights)
-                    request.scores.read(hidden_TD, prompt.at, unembed, self.model.vocab_size)
-            except Exception as error:  # this request's trouble must not become the others'
-                events += self._unread(prompt, error)
-                continue
-            prompt.at += hidden_TD.shape[0]
-            if prompt.at == len(prompt.tokens):
-                last[prompt] = hidden_TD[-1:]
-            else:  # a long one goes behind the others
-                self.prefilling.remove(prompt)
-                self.prefilling.append(prompt)
-        self._finish_reading(last)
-        return events
+        return chunks
 
-    def _finish_reading(self, last: Mapping[Prompt, Tensor]) -> None:
-        """Prompts that are read, and their last hidden states: first tokens are drawn from those, for all at once."""
-        drawing = [prompt for prompt in last if any(request.most > 0 for request in self._waiting[prompt])]
+    def _complete_prompts(self, last_hidden: Mapping[CachedPrompt, Tensor]) -> None:
+        """Move the requests of prefilled prompts to `starting`, with the logits of the last token for all at once."""
+        drawing = [prompt for prompt in last_hidden if any(sample.max_tokens > 0 for sample in self._waiting[prompt])]
         if drawing:
-            hidden_ND = torch.cat([last[prompt] for prompt in drawing])
+            hidden_ND = torch.cat([last_hidden[prompt] for prompt in drawing])
             logits_NV = self._decoder.logits(hidden_ND, [prompt.weights for prompt in drawing])
             for prompt, logits_1V in zip(drawing, torch.split(logits_NV, 1), strict=True):
-                prompt.logits_1V = logits_1V.clone()  # a row, not all of them, for as long as the prompt is kept
-                self._prompts.keep(prompt)
-        for prompt in last:
-            prompt.weights = None  # a prompt that is kept must not keep an adapter
+                prompt.logits_1V = logits_1V.clone()  # a view would keep the logits of all prompts in memory
+                self._prefix_cache.insert(prompt)
+        for prompt in last_hidden:
+            prompt.weights = None  # a cached prompt must not keep its adapter in memory
             self.prefilling.remove(prompt)
             self.starting += self._waiting.pop(prompt)
 
-    def _unread(self, prompt: Prompt, error: Exception) -> list[Event]:
+    def _fail_prompt(self, prompt: CachedPrompt, error: Exception) -> list[Event]:
         self.prefilling.remove(prompt)
-        return [(request.number, as_fault(error, request)) for request in self._waiting.pop(prompt)]
+        return [(sample.number, as_fault(error, sample)) for sample in self._waiting.pop(prompt)]
 
     def _unembed(self, weights: LoraWeights | None, hidden_ND: Tensor) -> Tensor:
         return self._decoder.logits(hidden_ND, [weights] * hidden_ND.shape[0])
 
     # Rows
 
-    def start(self, room: Callable[[Request], int]) -> list[Event]:
-        """Start as many sequences of prefilled prompts as there is room for, first come first served."""
+    def start_rows(self, free_rows: Callable[[ActiveSample], int]) -> list[Event]:
+        """Start as many sequences of complete prompts as there is room for, first come first served."""
         events: list[Event] = []
         while self.starting:
-            request = self.starting[0]
-            # With its last sequence a request gives up its prompt's place; and a batch never stands still.
-            free = room(request) + request.places
-            count = request.waiting if request.waiting <= free else max(free - 1, 0 if self.rows else 1)
-            if count == 0 and request.waiting:
+            sample = self.starting[0]
+            # `free_rows` counts the rows that the sample has reserved as used. They are free for its own sequences, all
+            # of them if the last one starts: then the prompt is not needed any more. Otherwise one stays reserved for
+            # the prompt. An empty batch starts at least one row, so that it never stands still.
+            free = free_rows(sample) + sample.extra_rows
+            count = sample.unstarted if sample.unstarted <= free else max(free - 1, 0 if self.rows else 1)
+            if count == 0 and sample.unstarted:
                 break
-            if count == request.waiting:
+            if count == sample.unstarted:
                 self.starting.popleft()
             try:
-                # Those behind it that fit beside it are next: room is made once for all.
-                behind = sum(other.waiting for other in self.starting if other is not request)
-                events += self._start(request, count, max(min(behind, free - count), 0))
-            except Exception as error:  # as above
-                self.drop([request])
-                events.append((request.number, as_fault(error, request)))
+                # The cache grows once for all sequences that start now: those of the next samples are counted too.
+                behind = sum(queued.unstarted for queued in self.starting if queued is not sample)
+                events += self._start_rows_of(sample, count, max(min(behind, free - count), 0))
+            except Exception as error:  # fails this request only
+                self.drop([sample])
+                events.append((sample.number, as_fault(error, sample)))
         return events
 
-    def _start(self, request: Request, count: int, coming: int) -> list[Event]:
-        rows = [Row(request, request.started + place, self.model) for place in range(count)]
-        request.started += count
+    def _start_rows_of(self, sample: ActiveSample, count: int, reserved_rows: int) -> list[Event]:
+        """Start `count` sequences of a request: draw their first tokens, and add those that go on to the cache."""
+        rows = [Row(sample, sample.started + offset, self.model) for offset in range(count)]
+        sample.started += count
         events: list[Event] = []
-        prompt = request.prompt
-        if prompt is None or request.most == 0:
+        prompt = sample.prompt
+        if prompt is None or sample.max_tokens == 0:
             for row in rows:
                 row.finish("length")
         elif rows:
             assert prompt.logits_1V is not None
-            drawn = self._draw(prompt.logits_1V.expand(count, -1), rows)
+            drawn = self._draw_tokens(prompt.logits_1V.expand(count, -1), rows)
             if None in drawn:
-                raise not_finite()
-            events, over = _take(rows, drawn)
-            alive = [row for row in rows if row not in over]
-            if alive:
-                is_shared = self._is_shared(request, prompt)
-                try:
-                    self._cache.join(prompt.cache, len(alive), is_copied=not is_shared, coming=coming)
-                except Exception:  # there may be room for these, if not for those that come next
-                    if not coming:
-                        raise
-                    self._cache.join(prompt.cache, len(alive), is_copied=not is_shared)
-                for row in alive:
-                    row.prefix = prompt if is_shared else None
-                self.rows += alive
-        if not request.waiting:
-            request.prompt = None
-        return events + _results([request])
+                raise divergence_fault()
+            events, ended = _add_tokens(rows, drawn)
+            self._add_rows([row for row in rows if row not in ended], sample, prompt, reserved_rows)
+        if not sample.unstarted:
+            sample.prompt = None
+        return events + _results([sample])
 
-    def _is_shared(self, request: Request, prompt: Prompt) -> bool:
-        """Whether its rows look at the prompt where it is: worth it if others do too, and if it is long."""
-        is_wanted = prompt.is_shared or request.spec.num_samples > 1
-        return is_wanted and self._decoder.can_share and prompt.at >= SHARED_FROM
+    def _add_rows(self, rows: list[Row], sample: ActiveSample, prompt: CachedPrompt, reserved_rows: int) -> None:
+        """Add rows to the batch and to its cache, with a copy of the prompt unless they read it in place."""
+        if not rows:
+            return
+        shares_prompt = self._shares_prompt(sample, prompt)
+        add = partial(self._cache.add_rows, prompt.cache, len(rows), copies_prompt=not shares_prompt)
+        try:
+            add(reserved_rows=reserved_rows)
+        except Exception:  # memory may suffice for these rows, if not for those that come next
+            if not reserved_rows:
+                raise
+            add()
+        for row in rows:
+            row.prefix = prompt if shares_prompt else None
+        self.rows += rows
+
+    def _shares_prompt(self, sample: ActiveSample, prompt: CachedPrompt) -> bool:
+        """Return whether rows read the prompt in place: worth it if several rows do, and if it is long."""
+        has_several_rows = prompt.is_shared or sample.spec.num_samples > 1
+        return has_several_rows and self._decoder.can_share_prefix and prompt.prefilled >= MIN_SHARED_TOKENS
 
     def _decode(self) -> list[Event]:
-        """The next token of every row."""
+        """Draw the next token of every row."""
         width = self._cache.width
         try:
-            hidden_BD = self._decoder.step(self._cache, [row.next() for row in self.rows])
-            drawn = self._draw(self._decoder.logits(hidden_BD, [row.request.weights for row in self.rows]), self.rows)
-        except Exception as error:  # the batch may have become too large: without its last request it goes on
-            last = max((row.request for row in self.rows), key=lambda request: request.number)
-            self._cache.roll_back(width)
+            hidden_BD = self._decoder.step(self._cache, [row.next_input() for row in self.rows])
+            logits_BV = self._decoder.logits(hidden_BD, [row.sample.weights for row in self.rows])
+            drawn = self._draw_tokens(logits_BV, self.rows)
+        except Exception as error:  # the batch may be too large for the memory: it continues without its last request
+            last = max((row.sample for row in self.rows), key=lambda sample: sample.number)
+            self._cache.truncate(width)
             self.drop([last])
             return [(last.number, as_fault(error, last))]
         for row in self.rows:
-            row.length += 1
-        broken = {row.request: None for row, token in zip(self.rows, drawn, strict=True) if token is None}
-        events, over = _take(self.rows, drawn)
-        self._leave(over)
-        self.drop(broken)
-        events += [(request.number, not_finite()) for request in broken]
-        return events + _results(row.request for row in over if row.request not in broken)
+            row.computed_tokens += 1
+        diverged = {row.sample: None for row, token in zip(self.rows, drawn, strict=True) if token is None}
+        events, ended = _add_tokens(self.rows, drawn)
+        self._remove_rows(ended)
+        self.drop(diverged)
+        events += [(sample.number, divergence_fault()) for sample in diverged]
+        return events + _results(row.sample for row in ended if row.sample not in diverged)
 
-    def _draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[Drawn | None]:
-        """A token for every row, or None where the model gives no finite probabilities. The rows stay as they are."""
+    def _draw_tokens(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[DrawnToken | None]:
+        """Draw a token for every row; None where the model gives no finite probabilities. Does not change the rows."""
         logprobs_BV = logits_BV.log_softmax(1)
         is_finite_B = logprobs_BV.amax(1).isfinite()
         if not bool(is_finite_B.all()):
             logits_BV = torch.where(is_finite_B[:, None], logits_BV, 0.0)
-        tokens = choose(logits_BV, [row.chooser for row in rows])
+        tokens = sample_next_tokens(logits_BV, [row.token_sampler for row in rows])
         logprobs = logprobs_BV.gather(1, torch.tensor(tokens, device=logits_BV.device)[:, None])[:, 0].tolist()
         topk: dict[int, list[tuple[int, float]]] = {}
-        asking = [place for place, row in enumerate(rows) if row.topk is not None]
-        if asking:
-            values_NK, tokens_NK = ranked(logprobs_BV[asking], max(rows[place].spec.topk_sample for place in asking))
-            found = pairs_of(tokens_NK, values_NK)
-            topk = {place: pairs[: rows[place].spec.topk_sample] for place, pairs in zip(asking, found, strict=True)}
+        with_topk = [index for index, row in enumerate(rows) if row.topk is not None]
+        if with_topk:
+            most = max(rows[index].spec.topk_sample for index in with_topk)
+            values_NK, tokens_NK = rank_tokens(logprobs_BV[with_topk], most)
+            for index, pairs in zip(with_topk, token_logprob_pairs(tokens_NK, values_NK), strict=True):
+                topk[index] = pairs[: rows[index].spec.topk_sample]
         return [
-            Drawn(token, logprob, topk.get(place)) if is_finite else None
-            for place, (token, logprob, is_finite) in enumerate(
+            DrawnToken(token, logprob, topk.get(index)) if is_finite else None
+            for index, (token, logprob, is_finite) in enumerate(
                 zip(tokens, logprobs, is_finite_B.tolist(), strict=True)
             )
         ]
 
-    def _leave(self, gone: Sequence[Row]) -> None:
-        if not gone:
+    def _remove_rows(self, removed: Sequence[Row]) -> None:
+        """Remove rows from the batch and from its cache, keeping both in the same order."""
+        if not removed:
             return
-        places = [place for place, row in enumerate(self.rows) if row in gone]
-        order = self._cache.leave(places, [row.held for row in self.rows])
-        self.rows = [self.rows[place] for place in order]
+        indices = [index for index, row in enumerate(self.rows) if row in removed]
+        order = self._cache.remove_rows(indices, [row.cached_tokens for row in self.rows])
+        self.rows = [self.rows[index] for index in order]
         if not self.rows:
-            self._cache = RowCache()
+            self._cache = KVCache()
 
 
-def _take(rows: Sequence[Row], drawn: Sequence[Drawn | None]) -> tuple[list[Event], list[Row]]:
-    """Give the rows their tokens: what is to be streamed, and the rows that are over."""
+def _add_tokens(rows: Sequence[Row], drawn: Sequence[DrawnToken | None]) -> tuple[list[Event], list[Row]]:
+    """Append the drawn tokens to their rows. Returns the tokens to stream, and the rows that have ended."""
     events: list[Event] = []
-    over = []
+    ended = []
     for row, token in zip(rows, drawn, strict=True):
         if token is None:
             continue
         if row.spec.is_streamed:
-            events.append((row.request.number, Tokens(row.index, [token.token], [token.logprob])))
-        reason = row.take(token)
+            events.append((row.sample.number, Tokens(row.index, [token.token], [token.logprob])))
+        reason = row.add_token(token)
         if reason is not None:
             row.finish(reason)
-            over.append(row)
-    return events, over
+            ended.append(row)
+    return events, ended
 
 
-def _results(requests: Iterable[Request]) -> list[Event]:
-    """The answers of those requests that have all their sequences."""
-    done = {request: None for request in requests if len(request.finished) == request.spec.num_samples}
-    return [(request.number, request.result()) for request in done]
+def _results(samples: Iterable[ActiveSample]) -> list[Event]:
+    """Return the results of those requests whose sequences have all ended."""
+    done = {sample: None for sample in samples if len(sample.finished) == sample.spec.num_samples}
+    return [(sample.number, sample.result()) for sample in done]
 
 
-def as_fault(error: Exception, request: Request) -> EngineFault:
-    """What the caller is told. The log has the rest."""
+def as_fault(error: Exception, sample: ActiveSample) -> EngineFault:
+    """Return the error for the caller. The details go to the log."""
     if isinstance(error, EngineFault):
         return error
     logger.error("sampling failed", exc_info=error)
-    what = (
-        f"a prompt of {len(request.spec.prompt)} tokens, {request.spec.num_samples} x {request.most} tokens asked for"
+    size = (
+        f"a prompt of {len(sample.spec.prompt)} tokens, {sample.spec.num_samples} x {sample.max_tokens} tokens "
+        "requested"
     )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
         return EngineFault(
-            f"The engine had not enough memory for this request ({what}). "
-            "Ask for fewer or shorter samples, or again when less is going on.",
+            f"The engine had not enough memory for this request ({size}). "
+            "Ask for fewer or shorter samples, or try again later.",
             "server",
         )
     return EngineFault(
-        f"The engine failed at this request ({what}): {type(error).__name__}. The log of the service has the details.",
+        f"The engine failed at this request ({size}): {type(error).__name__}. The log of the service has the details.",
         "server",
     )

@@ -1,7 +1,7 @@
-"""Prompts that were read, and those that were read before: what two have in common is computed once.
+"""Prefix cache: the keys and values of recent prompts, so that the shared prefix of two prompts is computed once.
 
-Kept are the last used ones, within a number of tokens. A prompt serves requests of the same weights and the same tenant
-alone.
+The least recently used prompts are dropped above a number of tokens. A prompt serves only requests with the same
+weights and of the same tenant.
 
 Axes: V vocabulary.
 """
@@ -15,76 +15,77 @@ from itertools import takewhile
 from torch import Tensor
 
 from tinkex.engine.adapters.lora import LoraWeights
-from tinkex.engine.sampling.kv_cache import RowCache
+from tinkex.engine.sampling.kv_cache import KVCache
 
-WORTH_IT = 16
-"""Tokens in common below which nothing is copied."""
-OVERHEAD = 64
-"""What a kept prompt counts besides its tokens: its logits, and columns of its cache that are not used."""
+MIN_PREFIX_TOKENS = 16
+"""A shorter shared prefix is not worth a copy, and a shorter prompt is not cached."""
+OVERHEAD_TOKENS = 64
+"""What a cached prompt counts besides its tokens: its logits, and columns of its KV cache that are not used."""
 
 
-class Prompt:
-    """Tokens, and their keys and values as far as they are read."""
+class CachedPrompt:
+    """The tokens of a prompt, and the keys and values of those that are prefilled."""
 
     def __init__(self, key: Hashable, tokens: tuple[int, ...], weights: LoraWeights | None) -> None:
         self.key, self.tokens, self.weights = key, tokens, weights
-        self.cache = RowCache()
-        self.at = 0
-        """So many tokens are read."""
+        self.cache = KVCache()
+        self.prefilled = 0
+        """How many tokens are in the cache."""
         self.logits_1V: Tensor | None = None
-        """Those that the first token of every sequence is drawn from."""
+        """The logits of its last token, from which the first token of every sequence is drawn."""
         self.is_shared = False
         """Whether several requests have it."""
 
     @property
-    def is_read(self) -> bool:
+    def is_complete(self) -> bool:
         return self.logits_1V is not None
 
-    def same_as(self, other: Prompt) -> bool:
-        return self.key == other.key and self.tokens == other.tokens
+    def matches(self, prompt: CachedPrompt) -> bool:
+        return self.key == prompt.key and self.tokens == prompt.tokens
 
 
-class PromptCache:
-    """The last used prompts."""
+class PrefixCache:
+    """The most recently used prompts."""
 
     def __init__(self, limit_tokens: int) -> None:
         self._limit_tokens = limit_tokens
-        self._kept: OrderedDict[tuple[Hashable, tuple[int, ...]], Prompt] = OrderedDict()
+        self._prompts: OrderedDict[tuple[Hashable, tuple[int, ...]], CachedPrompt] = OrderedDict()
 
     @property
     def tokens(self) -> int:
-        return sum(len(tokens) + OVERHEAD for _, tokens in self._kept)
+        return sum(len(tokens) + OVERHEAD_TOKENS for _, tokens in self._prompts)
 
     @property
     def nbytes(self) -> int:
-        return sum(prompt.cache.nbytes for prompt in self._kept.values())
+        return sum(prompt.cache.nbytes for prompt in self._prompts.values())
 
-    def find(self, wanted: Prompt) -> Prompt:
-        """The same prompt if it is known; else `wanted`, with what it has in common with a known one."""
-        name = (wanted.key, wanted.tokens)
-        if name in self._kept:
-            self._kept.move_to_end(name)
-            return self._kept[name]
-        most, best = 0, None
-        for prompt in self._kept.values():
-            if prompt.key == wanted.key and (count := common(prompt.tokens, wanted.tokens)) > most:
-                most, best = count, prompt
-        # The last token is always read: the next one is drawn from its hidden state.
-        most = min(most, len(wanted.tokens) - 1)
-        if best is not None and most >= WORTH_IT:
-            wanted.cache, wanted.at = best.cache.head(most), most
-        return wanted
+    def lookup(self, prompt: CachedPrompt) -> CachedPrompt:
+        """Return the same prompt if it is cached; else `prompt` itself, with the longest cached prefix copied in."""
+        name = (prompt.key, prompt.tokens)
+        if name in self._prompts:
+            self._prompts.move_to_end(name)
+            return self._prompts[name]
+        longest, best = 0, None
+        for cached in self._prompts.values():
+            if cached.key == prompt.key and (length := common_prefix(cached.tokens, prompt.tokens)) > longest:
+                longest, best = length, cached
+        # The last token is always computed: the next one is drawn from its hidden state.
+        longest = min(longest, len(prompt.tokens) - 1)
+        if best is not None and longest >= MIN_PREFIX_TOKENS:
+            prompt.cache, prompt.prefilled = best.cache.copy_prefix(longest), longest
+        return prompt
 
-    def keep(self, prompt: Prompt) -> None:
-        if len(prompt.tokens) < WORTH_IT or len(prompt.tokens) + OVERHEAD > self._limit_tokens:
+    def insert(self, prompt: CachedPrompt) -> None:
+        """Cache a prompt that is prefilled, and drop the least recently used ones above the limit."""
+        if len(prompt.tokens) < MIN_PREFIX_TOKENS or len(prompt.tokens) + OVERHEAD_TOKENS > self._limit_tokens:
             return
-        self._kept[prompt.key, prompt.tokens] = prompt
+        self._prompts[prompt.key, prompt.tokens] = prompt
         while self.tokens > self._limit_tokens:
-            self._kept.popitem(last=False)
+            self._prompts.popitem(last=False)
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two begin with alike."""
-    if one[:WORTH_IT] != other[:WORTH_IT]:  # most have little in common
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many tokens two prompts share from the start; 0 if fewer than are worth a copy."""
+    if left[:MIN_PREFIX_TOKENS] != right[:MIN_PREFIX_TOKENS]:  # rejects most pairs quickly
         return 0
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

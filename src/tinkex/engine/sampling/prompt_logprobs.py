@@ -1,9 +1,9 @@
-"""What a sampling request wants to know about its prompt: log-probabilities, top-k, targets, alternatives.
+"""Computes what a sampling request asks about its prompt: log-probabilities, top-k, targets, alternatives.
 
-Hidden states come in chunk by chunk as the prompt is prefilled. Only positions that somebody asked for go through the
-unembedding, a few at a time: the logits of a whole prompt are never held.
+Hidden states arrive chunk by chunk as the prompt is prefilled. Only the positions that the request asks about are
+unembedded, a few at a time: the logits of a whole prompt are never in memory together.
 
-Axes: T positions of a chunk, N positions that are wanted, K ranked or drawn tokens, D model width, V vocabulary.
+Axes: T positions of a chunk, N requested positions, K ranked or drawn tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.contract import EngineFault, SampleSpec
-from tinkex.engine.sampling.token_choice import invert, ranked, wide
+from tinkex.engine.sampling.next_token import inverse_cdf, rank_tokens, sum_dtype
 
 LOGITS_AT_ONCE = 1 << 23
-"""Entries of [N, V] held at a time: 32 MB of float32."""
+"""Entries of [N, V] in memory at a time: 32 MB of float32."""
 
 
-class PromptScores:
-    """The position before a token predicts it: entry i of every list comes from the hidden state at i - 1."""
+class PromptLogprobs:
+    """The results about one prompt.
+
+    A token is predicted at the position before it: entry i of `logprobs` and `topk` comes from the hidden state at
+    i - 1. `targets` and `alternatives` have no entry for the first token: theirs for token i is at i - 1.
+    """
 
     def __init__(self, spec: SampleSpec) -> None:
         size = len(spec.prompt)
         self._spec = spec
         self._first = 1 if spec.last_n is None else max(1, size - spec.last_n)
-        """The first entry of prompt_logprobs and topk_prompt that is wanted."""
+        """The first requested entry of `logprobs` and `topk`."""
         self._random = random.Random(f"{spec.seed}:alternatives")
         self.logprobs: list[float | None] | None = [None] * size if spec.prompt_logprobs else None
         self.topk: list[list[tuple[int, float]] | None] | None = [None] * size if spec.topk_prompt > 0 else None
@@ -38,20 +42,20 @@ class PromptScores:
         )
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether anything is asked about the prompt."""
-        return any(part is not None for part in (self.logprobs, self.topk, self.targets, self.alternatives))
+    def is_requested(self) -> bool:
+        """Whether the request asks anything about its prompt."""
+        return any(results is not None for results in (self.logprobs, self.topk, self.targets, self.alternatives))
 
-    def read(self, hidden_TD: Tensor, start: int, unembed: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-        """Take in the hidden states at prompt positions start, start + 1, …"""
-        entries = [start + row + 1 for row in range(hidden_TD.shape[0]) if self._is_wanted(start + row + 1)]
-        most = max(1, LOGITS_AT_ONCE // vocab_size)
-        for at in range(0, len(entries), most):
-            some = entries[at : at + most]
-            rows_N = torch.tensor(some, device=hidden_TD.device) - 1 - start
-            self._score(unembed(hidden_TD[rows_N]), some)
+    def add_hidden(self, hidden_TD: Tensor, start: int, unembed: Callable[[Tensor], Tensor], vocab_size: int) -> None:
+        """Compute the entries that the hidden states at prompt positions start, start + 1, … predict."""
+        entries = [start + row + 1 for row in range(hidden_TD.shape[0]) if self._needs_entry(start + row + 1)]
+        step = max(1, LOGITS_AT_ONCE // vocab_size)
+        for first in range(0, len(entries), step):
+            chunk = entries[first : first + step]
+            rows_N = torch.tensor(chunk, device=hidden_TD.device) - 1 - start
+            self._set_entries(unembed(hidden_TD[rows_N]), chunk)
 
-    def _is_wanted(self, entry: int) -> bool:
+    def _needs_entry(self, entry: int) -> bool:
         if entry >= len(self._spec.prompt):
             return False  # the last position predicts the first token of the sample
         if self.alternatives is not None:
@@ -60,58 +64,58 @@ class PromptScores:
             return True
         return self._spec.targets is not None and bool(self._spec.targets[entry - 1])
 
-    def _score(self, logits_NV: Tensor, entries: list[int]) -> None:
-        total_N = logits_NV.logsumexp(1)
-        if not bool(total_N.isfinite().all()):
-            raise not_finite()
-        chosen = [place for place, entry in enumerate(entries) if entry >= self._first]
-        if self.logprobs is not None and chosen:
-            tokens = [self._spec.prompt[entries[place]] for place in chosen]
-            for place, value in zip(chosen, _gather(logits_NV, total_N, chosen, tokens), strict=True):
-                self.logprobs[entries[place]] = value
-        if self.topk is not None and chosen:
-            values_NK, tokens_NK = ranked(logits_NV[chosen], self._spec.topk_prompt)
-            pairs = pairs_of(tokens_NK, values_NK - total_N[chosen, None])
-            for place, row in zip(chosen, pairs, strict=True):
-                self.topk[entries[place]] = row
+    def _set_entries(self, logits_NV: Tensor, entries: list[int]) -> None:
+        """Set every requested result of these entries; row n of the logits predicts token `entries[n]`."""
+        # A log-probability is a logit minus this number; log_softmax over all of V would cost another [N, V].
+        log_sum_N = logits_NV.logsumexp(1)
+        if not bool(log_sum_N.isfinite().all()):
+            raise divergence_fault()
+        rows = [row for row, entry in enumerate(entries) if entry >= self._first]
+        if self.logprobs is not None and rows:
+            tokens = [self._spec.prompt[entries[row]] for row in rows]
+            for row, logprob in zip(rows, _gather_logprobs(logits_NV, log_sum_N, rows, tokens), strict=True):
+                self.logprobs[entries[row]] = logprob
+        if self.topk is not None and rows:
+            values_NK, tokens_NK = rank_tokens(logits_NV[rows], self._spec.topk_prompt)
+            for row, pairs in zip(rows, token_logprob_pairs(tokens_NK, values_NK - log_sum_N[rows, None]), strict=True):
+                self.topk[entries[row]] = pairs
         if self.targets is not None and self._spec.targets is not None:
-            asked = [(place, token) for place, entry in enumerate(entries) for token in self._spec.targets[entry - 1]]
-            places, tokens = [place for place, _ in asked], [token for _, token in asked]
-            for place, value in zip(places, _gather(logits_NV, total_N, places, tokens), strict=True):
-                self.targets[entries[place] - 1].append(value)
+            requested = [(row, token) for row, entry in enumerate(entries) for token in self._spec.targets[entry - 1]]
+            rows, tokens = [row for row, _ in requested], [token for _, token in requested]
+            for row, logprob in zip(rows, _gather_logprobs(logits_NV, log_sum_N, rows, tokens), strict=True):
+                self.targets[entries[row] - 1].append(logprob)
         if self.alternatives is not None:
-            self._draw(self.alternatives, logits_NV, total_N, entries)
+            for entry, pairs in zip(entries, self._draw_alternatives(logits_NV, log_sum_N), strict=True):
+                self.alternatives[entry - 1] = pairs
 
-    def _draw(
-        self, found: list[list[tuple[int, float]]], logits_NV: Tensor, total_N: Tensor, entries: list[int]
-    ) -> None:
+    def _draw_alternatives(self, logits_NV: Tensor, log_sum_N: Tensor) -> list[list[tuple[int, float]]]:
         count, device = self._spec.alt_k, logits_NV.device
-        uniforms = [[self._random.random() for _ in range(count)] for _ in entries]
-        uniforms_NK = torch.tensor(uniforms, dtype=wide(device), device=device)
-        tokens_NK = invert((logits_NV - total_N[:, None]).exp_(), uniforms_NK)
-        for entry, row in zip(
-            entries, pairs_of(tokens_NK, logits_NV.gather(1, tokens_NK) - total_N[:, None]), strict=True
-        ):
-            found[entry - 1] = row
+        uniforms = [[self._random.random() for _ in range(count)] for _ in range(logits_NV.shape[0])]
+        uniforms_NK = torch.tensor(uniforms, dtype=sum_dtype(device), device=device)
+        tokens_NK = inverse_cdf((logits_NV - log_sum_N[:, None]).exp_(), uniforms_NK)
+        return token_logprob_pairs(tokens_NK, logits_NV.gather(1, tokens_NK) - log_sum_N[:, None])
 
 
-def pairs_of(tokens_NK: Tensor, logprobs_NK: Tensor) -> list[list[tuple[int, float]]]:
+def token_logprob_pairs(tokens_NK: Tensor, logprobs_NK: Tensor) -> list[list[tuple[int, float]]]:
+    """Return a list of (token, log-probability) for every row."""
     return [
         list(zip(tokens, logprobs, strict=True))
         for tokens, logprobs in zip(tokens_NK.tolist(), logprobs_NK.tolist(), strict=True)
     ]
 
 
-def not_finite() -> EngineFault:
+def divergence_fault() -> EngineFault:
+    """Return the error for logits that are not finite."""
     return EngineFault(
         "The model gives no finite probabilities with these weights: training has diverged. "
         "Sample from an earlier checkpoint, and train with a lower learning rate or with grad_clip_norm."
     )
 
 
-def _gather(logits_NV: Tensor, total_N: Tensor, places: list[int], tokens: list[int]) -> list[float]:
-    if not places:
+def _gather_logprobs(logits_NV: Tensor, log_sum_N: Tensor, rows: list[int], tokens: list[int]) -> list[float]:
+    """Return the log-probability of tokens[i] in row rows[i], for every i."""
+    if not rows:
         return []
-    at = torch.tensor([places, tokens], device=logits_NV.device)
-    found: list[float] = (logits_NV[at[0], at[1]] - total_N[at[0]]).tolist()
-    return found
+    rows_K, tokens_K = torch.tensor([rows, tokens], device=logits_NV.device)
+    logprobs: list[float] = (logits_NV[rows_K, tokens_K] - log_sum_N[rows_K]).tolist()
+    return logprobs

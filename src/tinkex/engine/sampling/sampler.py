@@ -1,72 +1,57 @@
-"""The sampler: takes sampling requests, runs them in decode batches, and gives out tokens and answers as they come.
+"""The sampler: batches sampling requests, and returns tokens and results as they are ready.
 
-One batch per base model, for all adapters; batches take turns, one step each. Requests wait, first come first served,
-until there is room for them. Weights are read from their folders when they are needed and never touch what is being
-trained.
+There is one decode batch per base model, for all adapters; batches take turns, one step each. Requests wait, first come
+first served, until there is room for them in the KV cache.
 """
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.adapters.checkpoint import WEIGHTS, read_weights
-from tinkex.engine.adapters.lora import LoraWeights
 from tinkex.engine.contract import EngineFault, SampleSpec, checked
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.runner_choice import decoder_for
-from tinkex.engine.sampling.decode_batch import DecodeBatch, Event, Request, as_fault
-from tinkex.engine.sampling.prefix_cache import PromptCache
-from tinkex.engine.sampling.prompt_logprobs import PromptScores
-from tinkex.engine.sampling.stop_sequences import StopStrings, load_tokenizer
+from tinkex.engine.sampling.adapter_cache import AdapterCache
+from tinkex.engine.sampling.decode_batch import ActiveSample, DecodeBatch, Event, as_fault
+from tinkex.engine.sampling.decoder import Decoder
+from tinkex.engine.sampling.prefix_cache import PrefixCache
+from tinkex.engine.sampling.prompt_logprobs import PromptLogprobs
+from tinkex.engine.sampling.stop_strings import StopStrings, load_tokenizer
 from tinkex.rules.limits import check_length, unknown_token_error
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class WeightsKey(NamedTuple):
-    """Which weights: the model's first name, the folder of an adapter, and its files.
-
-    A folder may be deleted and written again: its name alone does not say what is in it.
-    """
-
-    base: str
-    weights: str | None
-    written: tuple[int, int] | None
-    """The number and time of the file with the weights; None if there is none."""
-
-
 class Sampler:
-    """All sampling of one engine. One thread; `step` while it `has_work`."""
+    """All sampling of one engine, on one thread. Call `step` while it `has_work`."""
 
     def __init__(
         self,
         models: Mapping[str, Model],
         *,
+        choose_decoder: Callable[[Model], Decoder],
         max_rows: int = 64,
         max_cache_tokens: int = 131072,
         adapters_bytes: int = 1 << 30,
-        runner: str = "auto",
-        weights: str = "float32",
     ) -> None:
-        """`models` by every name. A batch has `max_rows` rows; all batches have `max_cache_tokens` tokens together, and
-        prompts that were read are kept within an eighth of that besides. `weights`: what is sampled with, one of
-        `packed.formats.FORMATS`."""
+        """`models` has every name and alias. `choose_decoder` is called once for each model
+        (`runner_choice.choose_decoder`). A batch has at most `max_rows` rows. All batches together have at most
+        `max_cache_tokens` tokens in their KV caches; the prefix cache has an eighth of that in addition."""
         self._models = models
-        self._decoders = {model: decoder_for(model, runner, weights) for model in dict.fromkeys(models.values())}
-        self._prompts = PromptCache(max_cache_tokens // 8)
+        self._decoders = {model: choose_decoder(model) for model in dict.fromkeys(models.values())}
+        self._prefix_cache = PrefixCache(max_cache_tokens // 8)
         self._max_rows = max_rows
         self._max_cache_tokens = max_cache_tokens
         self._adapters = AdapterCache(adapters_bytes)
         self._tokenizers: dict[str, Tokenizer] = {}
-        self._waiting: dict[int, tuple[WeightsKey, Request]] = {}
+        self._waiting: dict[int, ActiveSample] = {}
         self._batches: OrderedDict[str, DecodeBatch] = OrderedDict()
+        """By the base model's first name; the one whose turn is next first."""
 
     @property
     def has_work(self) -> bool:
@@ -74,95 +59,92 @@ class Sampler:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of all keys and values."""
+        """Memory of all KV caches."""
         return sum(batch.cache_bytes for batch in self._batches.values())
 
     def add(self, number: int, spec: SampleSpec) -> None:
-        """Take a request. Raises EngineFault if it can never run; any later trouble comes out of `step`."""
+        """Queue a request. Raises EngineFault if it can never run; `step` returns later errors."""
         model = self._models.get(spec.base)
         if model is None:
             raise EngineFault(f"The engine has no model {spec.base}.")
-        check(spec, model)
-        most = max(spec.max_tokens, 0)
+        check_sample(spec, model)
+        max_tokens = max(spec.max_tokens, 0)
         if model.info.max_context_length > 0:
-            most = min(most, max(model.info.max_context_length - len(spec.prompt), 0))
-        request = Request(number, spec, most, self._stops(spec, model), PromptScores(spec))
-        key = self._adapters.key_of(spec, model)
-        # What was read is its tenant's alone, also with the base model: an answer tells how much of a prompt was known,
-        # and whoever may ask often could read another's prompt out of that, token by token.
-        request.key = (key, spec.tenant)
-        self._waiting[number] = key, request
+            max_tokens = min(max_tokens, max(model.info.max_context_length - len(spec.prompt), 0))
+        self._waiting[number] = ActiveSample(
+            number,
+            spec,
+            self._adapters.key_of(spec, model),
+            max_tokens,
+            self._stop_strings(spec, model),
+            PromptLogprobs(spec),
+        )
 
     def cancel(self, number: int) -> None:
-        """Forget a request at once, wherever it is. Nothing more is said about it."""
+        """Drop a request at once, in whatever state it is. No more events of it are returned."""
         self._waiting.pop(number, None)
         with torch.inference_mode():
             for base, batch in list(self._batches.items()):
-                batch.drop([request for request in batch.requests if request.number == number])
+                batch.drop([sample for sample in batch.samples if sample.number == number])
                 if not batch.has_work:
                     del self._batches[base]
 
     def step(self) -> list[Event]:
-        """Prefill one chunk or decode one token of one batch. What came of it is ready to be sent, in order."""
+        """Prefill one chunk or decode one token of one batch. Returns the events to send, in order."""
         with torch.inference_mode():
-            # Sequences of requests that run already come before those of requests that wait.
-            events = [event for base, batch in self._batches.items() for event in batch.start(self._room_of(base))]
+            # Sequences of requests that are in a batch come before those of requests that wait.
+            events = [event for base, batch in self._batches.items() for event in batch.start_rows(self._room_in(base))]
             events += self._admit()
             if self._batches:
                 base, batch = next(iter(self._batches.items()))
                 self._batches.move_to_end(base)
-                events += batch.step(self._room_of(base))
+                events += batch.step(self._room_in(base))
                 if not batch.has_work:
                     del self._batches[base]
             return events
 
     def _admit(self) -> list[Event]:
-        """Let requests into their batches, in the order in which they came, as long as there is room."""
+        """Move waiting requests into their batches, in the order of their arrival, as long as there is room."""
         events: list[Event] = []
         full: set[str] = set()
-        used = {self._key(request) for batch in self._batches.values() for request in batch.requests}
-        for key, request in list(self._waiting.values()):
+        used = {sample.weights_key for batch in self._batches.values() for sample in batch.samples}
+        for sample in list(self._waiting.values()):
+            key = sample.weights_key
             model, base = self._models[key.base], key.base
             if base in full:
                 continue
             if base in self._batches and self._batches[base].load[0] >= self._max_rows:
                 full.add(base)  # other batches need not wait for this one
                 continue
-            # A request that is too large for the bounds runs alone. Nobody overtakes it, or it would wait forever.
-            has_weights = key.weights is None or key in used or self._adapters.has_room(used)
-            if self._batches and not (has_weights and self._room(base, request.length) >= request.places):
+            # A request larger than the limits runs alone. Later ones must not pass it, or it would wait forever.
+            has_weights = key.folder is None or key in used or self._adapters.has_room(used)
+            if self._batches and not (has_weights and self._free_rows(base, sample.max_length) >= sample.extra_rows):
                 break
-            del self._waiting[request.number]
+            del self._waiting[sample.number]
             try:
-                request.weights = self._adapters.get(model, key, used)
+                sample.weights = self._adapters.get(model, key, used)
                 if base not in self._batches:
-                    self._batches[base] = DecodeBatch(model, self._decoders[model], self._prompts)
-                self._batches[base].add(request)
+                    self._batches[base] = DecodeBatch(model, self._decoders[model], self._prefix_cache)
+                self._batches[base].add(sample)
                 used.add(key)
-            except Exception as error:  # unreadable weights are the trouble of those who ask for them
-                events.append((request.number, as_fault(error, request)))
+            except Exception as error:  # weights that cannot be read fail only the requests that need them
+                events.append((sample.number, as_fault(error, sample)))
         return events
 
-    @staticmethod
-    def _key(request: Request) -> WeightsKey:
-        assert isinstance(request.key, tuple)
-        key: WeightsKey = request.key[0]
-        return key
+    def _room_in(self, base: str) -> Callable[[ActiveSample], int]:
+        return lambda sample: self._free_rows(base, sample.max_length)
 
-    def _room_of(self, base: str) -> Callable[[Request], int]:
-        return lambda request: self._room(base, request.length)
+    def _free_rows(self, base: str, length: int) -> int:
+        """Return how many more rows of that length fit into a batch; below 0 if too many run already.
 
-    def _room(self, base: str, length: int) -> int:
-        """How many more rows of that length fit; below 0 if too many run.
-
-        Rows are padded to the longest one of their batch, and are counted so.
+        Rows are padded to the longest row of their batch, and are counted with the padding.
         """
-        loads = {other: batch.load for other, batch in self._batches.items()}
+        loads = {name: batch.load for name, batch in self._batches.items()}
         rows, longest = loads.pop(base, (0, 0))
-        free = self._max_cache_tokens - sum(count * width for count, width in loads.values())
-        return min(self._max_rows, free // max(longest, length)) - rows
+        free_tokens = self._max_cache_tokens - sum(count * width for count, width in loads.values())
+        return min(self._max_rows, free_tokens // max(longest, length)) - rows
 
-    def _stops(self, spec: SampleSpec, model: Model) -> Callable[[], StopStrings] | None:
+    def _stop_strings(self, spec: SampleSpec, model: Model) -> Callable[[], StopStrings] | None:
         strings = [string for string in spec.stop_strings if string]
         if not strings:
             return None
@@ -172,48 +154,8 @@ class Sampler:
         return partial(StopStrings, self._tokenizers[name], strings, spec.prompt)
 
 
-class AdapterCache:
-    """Weights that were read: those in use, and the last used ones as long as all stay within a number of bytes."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._kept: OrderedDict[WeightsKey, tuple[LoraWeights, int]] = OrderedDict()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(size for _, size in self._kept.values())
-
-    def key_of(self, spec: SampleSpec, model: Model) -> WeightsKey:
-        """What a request needs. Weights that were read stay usable when their folder is gone."""
-        key = WeightsKey(model.info.name, spec.weights, None)
-        if spec.weights is None:
-            return key
-        try:
-            found = os.stat(os.path.join(spec.weights, WEIGHTS))
-        except OSError:
-            return next((kept for kept in reversed(self._kept) if kept[:2] == key[:2]), key)
-        return key._replace(written=(found.st_ino, found.st_mtime_ns))
-
-    def has_room(self, used: Collection[WeightsKey]) -> bool:
-        """False if those in use fill it."""
-        return sum(size for key, (_, size) in self._kept.items() if key in used) < self._limit_bytes
-
-    def get(self, model: Model, key: WeightsKey, used: Collection[WeightsKey]) -> LoraWeights | None:
-        if key.weights is None:
-            return None
-        if key not in self._kept:
-            weights = read_weights(key.weights, model)
-            self._kept[key] = weights, sum(down.nbytes + up.nbytes for down, up in weights.pairs.values())
-        self._kept.move_to_end(key)
-        for old in [old for old in self._kept if old != key and old not in used]:
-            if self.nbytes <= self._limit_bytes:
-                break
-            del self._kept[old]
-        return self._kept[key][0]
-
-
-def check(spec: SampleSpec, model: Model) -> None:
-    """Refuse what would fail half-way, or take the process down with it (as a wrong index does on a GPU)."""
+def check_sample(spec: SampleSpec, model: Model) -> None:
+    """Reject requests that would fail half-way, or crash the process (as a wrong index does on a GPU)."""
     size, info = len(spec.prompt), model.info
     checked(check_length, "prompt", size, info.name, info.max_context_length or None)
     for where, row in (("prompt", spec.prompt), *(("target_prompt_logprobs", row) for row in spec.targets or ())):

@@ -1,10 +1,11 @@
-"""What a runner is: it computes the passes of one base model. Two of them, one contract, the same tests.
+"""The contract of a runner, which computes the forward and backward passes of one base model.
 
-`packed.runner` is written by hand for Llama-shaped models; `general` goes through transformers' own modules and takes
-any causal LM. Which one a model gets is decided when it is loaded, and said.
+Two runners keep it and pass the same tests: `packed.runner.PackedRunner`, written by hand for Llama-shaped models in
+float32 on a CPU, and `general_runner.GeneralRunner`, which goes through transformers' own modules and runs any causal
+LM. `engine.runner_choice` picks one when the model is loaded, and logs which.
 
-A micro-batch holds items of any number of adapters. An item that fails has a fault for its outcome and adds nothing;
-the others go on.
+A micro-batch holds items of any number of adapters. An item that fails gets an `EngineFault` as its result and adds
+nothing to a gradient; the other items go on.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault
+from tinkex.engine.training.datum_tensors import DatumTensors
 from tinkex.engine.training.losses import Config, Loss, Metrics
-from tinkex.engine.training.training_data import Datum
 
 
-class Outcome(NamedTuple):
-    """What a pass says about one datum."""
+class DatumResult(NamedTuple):
+    """What a pass computed for one datum: the targets' log-probabilities and the loss's metrics."""
 
     logprobs: Tensor
     metrics: Metrics
@@ -35,11 +36,11 @@ class Item:
     """One datum of a pass, with the adapter and the loss that it belongs to."""
 
     adapter: Adapter
-    datum: Datum
+    datum: DatumTensors
     loss: Loss
     config: Config
     needs_gradient: bool
-    outcome: Outcome | EngineFault | None = None
+    result: DatumResult | EngineFault | None = None
 
     @property
     def length(self) -> int:
@@ -51,37 +52,40 @@ class Runner(Protocol):
 
     name: str
 
-    def size(self, count: int, longest: int, total: int) -> int:
-        """What so many items, the longest of so many tokens and all of so many, count against the budget."""
+    def cost_tokens(self, count: int, longest: int, total: int) -> int:
+        """Return how much of the token budget `count` items use, the longest of `longest` tokens, all of `total`."""
 
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
-        """One micro-batch: gives every item its outcome, and adds to the gradients of those that need one.
+        """Run one micro-batch: set the result of every item and add to the gradients of those that need one.
 
-        Yields where others may take a turn. What it raises concerns all of them: memory has run out, for instance.
+        Yields where sampling may take a turn. An exception concerns the whole micro-batch, such as out of memory.
         """
 
 
-def weigh(item: Item, logprobs: Tensor) -> Tensor | None:
-    """Set an item's outcome by its targets' log-probabilities. Returns the gradient of its loss by them, if needed."""
+def compute_loss(item: Item, logprobs: Tensor) -> Tensor | None:
+    """Compute an item's loss from its targets' log-probabilities, and set its result.
+
+    Returns the gradient of the loss with respect to the log-probabilities; None if the item needs none or failed.
+    """
     leaf = logprobs.detach().requires_grad_(item.needs_gradient)
     try:
         with torch.set_grad_enabled(item.needs_gradient):
-            term, metrics = item.loss.compute(leaf, item.datum.inputs, item.config)
-        metrics = {"loss:sum": float(term.detach()), **metrics}
+            loss, metrics = item.loss.compute(leaf, item.datum.inputs, item.config)
+        metrics = {"loss:sum": float(loss.detach()), **metrics}
         _check_finite(leaf.detach(), metrics)
     except EngineFault as fault:
-        item.outcome = EngineFault(f"data[{item.datum.index}]: {fault}", fault.category)
+        item.result = EngineFault(f"data[{item.datum.index}]: {fault}", fault.category)
         return None
-    item.outcome = Outcome(leaf.detach().cpu(), metrics)
-    return slope(term, leaf) if item.needs_gradient else None
+    item.result = DatumResult(leaf.detach().cpu(), metrics)
+    return loss_gradient(loss, leaf) if item.needs_gradient else None
 
 
-def slope(term: Tensor, leaf: Tensor) -> Tensor:
-    """The gradient of a loss by the log-probabilities; 0 if it does not depend on them."""
-    if not term.requires_grad:
-        return torch.zeros_like(leaf)
-    (found,) = torch.autograd.grad(term, leaf, allow_unused=True)
-    return torch.zeros_like(leaf) if found is None else found
+def loss_gradient(loss: Tensor, logprobs: Tensor) -> Tensor:
+    """Return the gradient of a loss with respect to the log-probabilities; zeros if it does not depend on them."""
+    if not loss.requires_grad:
+        return torch.zeros_like(logprobs)
+    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+    return torch.zeros_like(logprobs) if gradient is None else gradient
 
 
 def _check_finite(logprobs: Tensor, metrics: Metrics) -> None:
@@ -90,8 +94,8 @@ def _check_finite(logprobs: Tensor, metrics: Metrics) -> None:
             "the model's log-probabilities are not finite, so its weights have grown too large. Load an earlier "
             "checkpoint and use a smaller learning rate."
         )
-    wrong = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
-    if wrong:
+    not_finite = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
+    if not_finite:
         raise EngineFault(
-            f"{wrong[0]}. Look for logprobs far from the model's own, or very large weights or advantages."
+            f"{not_finite[0]}. Look for logprobs far from the model's own, or very large weights or advantages."
         )

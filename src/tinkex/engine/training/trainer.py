@@ -1,7 +1,8 @@
-"""The trainer: takes the commands that make, train, keep and forget adapters, and runs them turn by turn.
+"""The trainer: runs the commands that create, train, save and drop adapters, turn by turn.
 
-Commands of one adapter run in the order of their coming. Passes of different adapters on one base model share
-micro-batches (`passes`), and optimizer steps of the same settings a kernel. Between micro-batches short commands run.
+Commands of one adapter run in the order of their arrival. Passes of different adapters on one base model share
+micro-batches (`micro_batches`), and optimizer steps with the same settings share a kernel call. Short commands run
+between micro-batches.
 
 A command either succeeds or leaves its adapter as it was: weights, moments and pending gradient, bit for bit.
 """
@@ -9,7 +10,7 @@ A command either succeeds or leaves its adapter as it was: weights, moments and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,31 +22,38 @@ from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault, LoraSpec
 from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.runner_choice import runner_for
-from tinkex.engine.training import losses, training_data
-from tinkex.engine.training.passes import Pass, share
-from tinkex.engine.training.runner import Item
+from tinkex.engine.training import datum_tensors, losses
+from tinkex.engine.training.micro_batches import Pass, next_micro_batch
+from tinkex.engine.training.runner import Item, Runner
 
 PASSES = ("forward", "forward_backward")
 
 Reply = tuple[int, Frame | Exception]
-"""A command's number and what came of it."""
+"""A command's number, and its reply or the error that it raised."""
 
 
 class Trainer:
-    """Holds the adapters in memory. `models` has every name and alias. `step` while it `has_work`."""
+    """Holds the adapters in memory. Call `step` while it `has_work`.
 
-    def __init__(self, models: Mapping[str, Model], *, token_budget: int = 2048, runner: str = "auto") -> None:
+    `models` has every name and alias. `choose_runner` is called once for each model (`runner_choice.choose_runner`).
+    """
+
+    def __init__(
+        self, models: Mapping[str, Model], *, choose_runner: Callable[[Model], Runner], token_budget: int = 2048
+    ) -> None:
         self._models = models
         self._token_budget = token_budget
-        self._runners = {model: runner_for(model, runner) for model in dict.fromkeys(models.values())}
+        self._runners = {model: choose_runner(model) for model in dict.fromkeys(models.values())}
         self.adapters: dict[str, Adapter] = {}
         self._queue: deque[tuple[int, Frame]] = deque()
         self._passes: list[Pass] = []
+        """Passes in progress, the one that has waited longest first."""
         self._running: Generator[None, None, None] | None = None
+        """The micro-batch in progress."""
         self._batch: list[Pass] = []
-        """Those that have items in the micro-batch that is running."""
+        """The passes that have items in it."""
         self._batch_s = 0.0
+        """Seconds that it has taken so far."""
 
     @property
     def has_work(self) -> bool:
@@ -53,18 +61,19 @@ class Trainer:
 
     @property
     def passes(self) -> int:
-        """Under way or waiting."""
+        """How many passes are in progress or queued."""
         return len(self._passes) + sum(command.head.get("op") in PASSES for _, command in self._queue)
 
     def add(self, number: int, command: Frame) -> None:
+        """Queue a command; `step` returns its reply under this number."""
         self._queue.append((number, command))
 
     def step(self) -> list[Reply]:
-        """One turn: what is short, or a part of a micro-training_data. Returns what is finished."""
+        """Take one turn: run the short commands, or a part of a micro-batch. Returns the replies that are ready."""
         if self._running is None:
-            replies = self._admit()
+            replies = self._start_commands()
             if self._passes:
-                self._running = self._next_batch()  # however many short commands keep coming
+                self._running = self._start_micro_batch()  # also if short commands never stop arriving
             if replies or self._running is None:
                 return replies
         began = REAL.now()
@@ -75,55 +84,55 @@ class Trainer:
         except StopIteration:
             self._batch_s += REAL.now() - began
             self._running = None
-            return self._settle()
-        except Exception as problem:
+            return self._finish_micro_batch()
+        except Exception as error:
             self._running = None
-            return self._broken(problem)
+            return self._recover_from(error)
 
-    # What is short
+    # Short commands
 
-    def _admit(self) -> list[Reply]:
-        """Begin passes and run short commands, as far as their adapters are free."""
+    def _start_commands(self) -> list[Reply]:
+        """Run short commands and begin passes, except those whose adapter is in a pass."""
         replies: list[Reply] = []
-        busy = {one.name for one in self._passes}
-        left: deque[tuple[int, Frame]] = deque()
-        steps: dict[str, Step] = {}
-        """Optimizer steps, together as far as nothing of the same adapters comes between."""
+        busy = {pass_.adapter_name for pass_ in self._passes}
+        delayed: deque[tuple[int, Frame]] = deque()
+        steps: dict[str, WaitingStep] = {}
+        """Optimizer steps that may still be joined by others: they run before the next command of their adapter."""
         while self._queue:
             number, command = self._queue.popleft()
             name = str(command.head.get("adapter"))
             if name in busy:
-                left.append((number, command))
+                delayed.append((number, command))
                 continue
             if name in steps:
-                replies += _steps(steps)
+                replies += _run_optimizer_steps(steps)
             try:
                 if command.head.get("op") == "optim_step":
-                    steps[name] = Step(number, self._find(name), optimizer.AdamW.read(command.head))
+                    steps[name] = WaitingStep(number, self._adapter(name), optimizer.AdamW.read(command.head))
                 elif command.head.get("op") in PASSES:
-                    self._passes.append(self._begin(number, command))
+                    self._passes.append(self._start_pass(number, command))
                     busy.add(name)
                 else:
-                    replies.append((number, self._short(command)))
-            except Exception as problem:
-                replies.append((number, problem))
-        self._queue = left
-        return replies + _steps(steps)
+                    replies.append((number, self._run_short_command(command)))
+            except Exception as error:
+                replies.append((number, error))
+        self._queue = delayed
+        return replies + _run_optimizer_steps(steps)
 
-    def _short(self, command: Frame) -> Frame:
+    def _run_short_command(self, command: Frame) -> Frame:
         head = command.head
         name = head["adapter"]
         match head.get("op"):
             case "create":
-                self.adapters[name] = Adapter(self._model(head["base"]), _spec(head))
+                self.adapters[name] = Adapter(self._base_model(head["base"]), _lora_spec(head))
                 return Frame({})
             case "restore":
-                self.adapters[name] = checkpoint.restore(Path(head["folder"]), self._model)
+                self.adapters[name] = checkpoint.restore(Path(head["folder"]), self._base_model)
                 return Frame({})
             case "drop":
                 self.adapters.pop(name, None)
                 return Frame({})
-        adapter = self._find(name)
+        adapter = self._adapter(name)
         match head.get("op"):
             case "snapshot":
                 return Frame({"size_bytes": checkpoint.snapshot(adapter, Path(head["folder"]))})
@@ -135,131 +144,129 @@ class Trainer:
                 return Frame({})
         raise EngineFault(f"The engine knows no operation {head.get('op')!r}.", "server")
 
-    def _model(self, base: str) -> Model:
-        if base not in self._models:
-            raise EngineFault(f"Base model {base!r} is not loaded. Loaded: {', '.join(self._models)}.")
-        return self._models[base]
+    def _base_model(self, name: str) -> Model:
+        if name not in self._models:
+            raise EngineFault(f"Base model {name!r} is not loaded. Loaded: {', '.join(self._models)}.")
+        return self._models[name]
 
-    def _find(self, name: str) -> Adapter:
+    def _adapter(self, name: str) -> Adapter:
         if name not in self.adapters:
             raise EngineFault(f"Adapter {name} is not in this engine. Create or restore it first.", "server")
         return self.adapters[name]
 
     # Passes
 
-    def _begin(self, number: int, command: Frame) -> Pass:
+    def _start_pass(self, number: int, command: Frame) -> Pass:
         head = command.head
-        adapter = self._find(head["adapter"])
-        loss = losses.find(head["loss_fn"])
-        config = losses.settings(loss, head["config"])
+        adapter = self._adapter(head["adapter"])
+        loss = losses.find_loss(head["loss_fn"])
+        config = losses.read_config(loss, head["config"])
         needs_gradient = head["op"] == "forward_backward"
-        data = training_data.read(command, loss, adapter.model)
+        data = datum_tensors.read_data(command, loss, adapter.model)
         items = [Item(adapter, datum, loss, config, needs_gradient) for datum in data]
         return Pass(number, head["adapter"], items, str(head.get("tenant", "")))
 
-    def _next_batch(self) -> Generator[None, None, None]:
-        """The next micro-batch, of the base model whose turn it is."""
+    def _start_micro_batch(self) -> Generator[None, None, None]:
+        """Start the next micro-batch, of the base model of the pass that has waited longest."""
         first = self._passes[0]
         model = first.adapter.model
-        chosen = [first] if first.is_alone else [one for one in self._passes if _goes_with(one, model)]
+        chosen = [first]
+        if not first.runs_alone:
+            chosen = [pass_ for pass_ in self._passes if pass_.adapter.model is model and not pass_.runs_alone]
         runner = self._runners[model]
-        items = share(chosen, self._token_budget, runner)
-        self._batch, self._batch_s = [one for one in chosen if one.running], 0.0
-        # Tenants that had a turn go behind the others, and within a tenant its passes.
-        served = {one.tenant for one in self._batch}
-        self._passes.sort(key=lambda one: (one.tenant in served, one in self._batch))
+        items = next_micro_batch(chosen, self._token_budget, runner)
+        self._batch, self._batch_s = [pass_ for pass_ in chosen if pass_.running], 0.0
+        # Tenants that are served go behind the others, and among the passes of a tenant those that are served.
+        served = {pass_.tenant for pass_ in self._batch}
+        self._passes.sort(key=lambda pass_: (pass_.tenant in served, pass_ in self._batch))
         return runner.run(items)
 
-    def _settle(self) -> list[Reply]:
-        """After a micro-batch: answer the passes that are over, well or badly."""
+    def _finish_micro_batch(self) -> list[Reply]:
+        """Return the replies of the passes that ended with this micro-batch, whether they succeeded or failed."""
         replies: list[Reply] = []
-        tokens = sum(item.length for one in self._batch for item in one.running)
-        for one in self._batch:
-            one.seconds += self._batch_s * sum(item.length for item in one.running) / tokens
-            fault = next((item.outcome for item in one.running if isinstance(item.outcome, EngineFault)), None)
-            one.running.clear()
-            if fault is None and one.left:
+        tokens = sum(item.length for pass_ in self._batch for item in pass_.running)
+        for pass_ in self._batch:
+            pass_.seconds += self._batch_s * sum(item.length for item in pass_.running) / tokens
+            fault = next((item.result for item in pass_.running if isinstance(item.result, EngineFault)), None)
+            pass_.running.clear()
+            if fault is None and pass_.pending:
                 continue
-            self._passes.remove(one)
+            self._passes.remove(pass_)
             try:
                 if fault is not None:
                     raise fault
-                replies.append((one.number, one.finish()))
-            except Exception as problem:
-                one.undo()
-                replies.append((one.number, problem))
+                replies.append((pass_.number, pass_.finish()))
+            except Exception as error:
+                pass_.undo_gradient()
+                replies.append((pass_.number, error))
         self._batch = []
         return replies
 
-    def _broken(self, problem: Exception) -> list[Reply]:
-        """A micro-batch came to nothing. Its passes run again, each alone, so that only the guilty one fails."""
-        together, self._batch = self._batch, []
-        for one in together:
-            one.undo()
-        if len(together) > 1:
-            for one in together:
-                one.begin_again()
+    def _recover_from(self, error: Exception) -> list[Reply]:
+        """Handle a micro-batch that raised. Its passes run again, each alone, so that only the cause of it fails."""
+        failed, self._batch = self._batch, []
+        for pass_ in failed:
+            pass_.undo_gradient()
+        if len(failed) > 1:
+            for pass_ in failed:
+                pass_.restart_alone()
             return []
-        (guilty,) = together
-        self._passes.remove(guilty)
-        if _is_out_of_memory(problem):
-            problem = EngineFault(
-                f"Out of memory in a pass over {len(guilty.items)} datums, the longest of "
-                f"{max(item.length for item in guilty.items)} tokens; nothing of it was added. Send shorter datums, or "
-                "start the server with a smaller --max-batch-tokens.",
+        (culprit,) = failed
+        self._passes.remove(culprit)
+        if _is_out_of_memory(error):
+            error = EngineFault(
+                f"Out of memory in a pass over {len(culprit.items)} datums, the longest of "
+                f"{max(item.length for item in culprit.items)} tokens; nothing of it was added. Send shorter datums, "
+                "or start the server with a smaller --max-batch-tokens.",
                 "server",
             )
-        return [(guilty.number, problem)]
+        return [(culprit.number, error)]
 
 
-class Step(NamedTuple):
-    """An `optim_step` that waits for others like it."""
+class WaitingStep(NamedTuple):
+    """An `optim_step` that waits for others with the same settings."""
 
     number: int
     adapter: Adapter
     settings: optimizer.AdamW
 
 
-def _steps(waiting: dict[str, Step]) -> list[Reply]:
-    """Take steps, those of the same settings together. None is left waiting."""
-    alike: dict[tuple[optimizer.AdamW, torch.device], list[Step]] = {}
-    for one in waiting.values():
-        alike.setdefault((one.settings, one.adapter.model.device), []).append(one)
+def _run_optimizer_steps(waiting: dict[str, WaitingStep]) -> list[Reply]:
+    """Run all waiting steps, those with the same settings together, and empty `waiting`."""
+    groups: dict[tuple[optimizer.AdamW, torch.device], list[WaitingStep]] = {}
+    for step in waiting.values():
+        groups.setdefault((step.settings, step.adapter.model.device), []).append(step)
     waiting.clear()
     replies: list[Reply] = []
-    for (settings, _), together in alike.items():
-        left = {id(one.adapter): one.number for one in together}
-        problem = _step_all([one.adapter for one in together], settings, left, replies)
-        # Those that are not done are as they were: each has another try, alone.
-        for one in together if problem is not None else ():
-            if id(one.adapter) in left:
-                alone = _step_all([one.adapter], settings, left, replies)
-                replies += [(one.number, alone)] if alone is not None else []
+    for (settings, _), group in groups.items():
+        undone = {id(step.adapter): step.number for step in group}
+        error = _try_steps([step.adapter for step in group], settings, undone, replies)
+        # Adapters that are not done are unchanged: each has another try, alone.
+        for step in group if error is not None else ():
+            if id(step.adapter) in undone:
+                own_error = _try_steps([step.adapter], settings, undone, replies)
+                replies += [(step.number, own_error)] if own_error is not None else []
     return replies
 
 
-def _step_all(
-    adapters: Sequence[Adapter], settings: optimizer.AdamW, left: dict[int, int], replies: list[Reply]
+def _try_steps(
+    adapters: Sequence[Adapter], settings: optimizer.AdamW, undone: dict[int, int], replies: list[Reply]
 ) -> Exception | None:
-    """Takes those that are done out of `left`; what stopped it, if anything did."""
+    """Step the adapters, moving each from `undone` to `replies`. Returns the error that stopped it, if any."""
     try:
-        for adapter, metrics in optimizer.step_all(adapters, settings):
-            replies.append((left.pop(id(adapter)), Frame({"metrics": metrics})))
+        for adapter, metrics in optimizer.step_adapters(adapters, settings):
+            replies.append((undone.pop(id(adapter)), Frame({"metrics": metrics})))
         return None
-    except Exception as problem:
-        return problem
+    except Exception as error:
+        return error
 
 
-def _goes_with(one: Pass, model: Model) -> bool:
-    return one.adapter.model is model and not one.is_alone
-
-
-def _is_out_of_memory(problem: BaseException) -> bool:
-    if isinstance(problem, (MemoryError, torch.OutOfMemoryError)):
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem)
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def _spec(head: Mapping[str, Any]) -> LoraSpec:
+def _lora_spec(head: Mapping[str, Any]) -> LoraSpec:
     flags = {name: bool(head.get(name, True)) for name in ("train_attn", "train_mlp", "train_unembed")}
     return LoraSpec(rank=int(head["rank"]), seed=int(head["seed"]), **flags)

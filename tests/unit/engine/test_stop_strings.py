@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.models import tiny
-from tinkex.engine.sampling.stop_sequences import StopStrings, load_tokenizer
+from tinkex.engine.sampling.stop_strings import StopStrings, load_tokenizer
 
 
 def byte_tokenizer() -> Any:
@@ -43,13 +43,13 @@ def merged_tokenizer() -> Any:
 
 
 def _spell(content: bytes) -> str:
-    return "".join(tiny._letters()[byte] for byte in content)
+    return "".join(tiny._byte_letters()[byte] for byte in content)
 
 
 def stops_at(tokenizer: Any, strings: list[str], tokens: list[int], prompt: list[int] | None = None) -> int | None:
     """The place of the token that ends the sequence, or None."""
     watcher = StopStrings(tokenizer, strings, prompt if prompt is not None else [0])
-    return next((place for place, token in enumerate(tokens) if watcher.push(token)), None)
+    return next((place for place, token in enumerate(tokens) if watcher.add_token(token)), None)
 
 
 def test_a_stop_string_spans_tokens_and_ends_with_the_last_of_them() -> None:
@@ -61,7 +61,7 @@ def test_the_first_of_several_stop_strings_wins() -> None:
     assert stops_at(byte_tokenizer(), ["zzz", "cd", "bcd"], list(b"abcde")) == 3
 
 
-def test_what_is_not_there_never_stops() -> None:
+def test_a_string_that_never_occurs_never_stops() -> None:
     assert stops_at(byte_tokenizer(), ["abd"], list(b"abcabcab")) is None
 
 
@@ -72,7 +72,7 @@ def test_a_stop_string_may_end_inside_a_token() -> None:
     assert stops_at(tokenizer, ["a"], tokens) == 0
 
 
-def test_the_prompts_text_is_not_the_samples() -> None:
+def test_a_stop_string_in_the_prompt_does_not_count() -> None:
     assert stops_at(byte_tokenizer(), ["stop"], list(b"ping"), prompt=list(b"sto")) is None
     assert stops_at(byte_tokenizer(), ["stop"], list(b"going"), prompt=list(b"stop")) is None
 
@@ -83,7 +83,7 @@ def test_a_character_of_several_bytes_stops_with_its_last_byte(text: str) -> Non
     assert stops_at(byte_tokenizer(), [text], tokens) == 1 + len(text.encode())
 
 
-def test_half_a_character_is_no_text() -> None:
+def test_half_a_character_does_not_match() -> None:
     # The first three bytes of 😀 alone must not count as a replacement character, nor as anything else.
     assert stops_at(byte_tokenizer(), ["\ufffd"], list("😀".encode())) is None
 
@@ -130,7 +130,7 @@ def test_a_long_text_is_matched_wherever_the_string_stands() -> None:
         assert stops_at(byte_tokenizer(), ["S😀P"], tokens) == len((text[:place] + "S😀P").encode()) - 1
 
 
-def test_a_folder_without_a_tokenizer_is_named_with_a_remedy(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_reported_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match=r"some/model has no tokenizer\.json.*stop token ids") as fault:
         load_tokenizer(str(tmp_path), "some/model")
     assert str(tmp_path) not in str(fault.value)
