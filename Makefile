@@ -4,17 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCAL := $(VENV)/.local
+KERNELS := src/tinkex/engine/packed/kernels
+INPUTS := pyproject.toml constraints.txt pins.txt hatch_build.py $(KERNELS)/build.py $(wildcard $(KERNELS)/*.[ch])
 
-.PHONY: help demo test test-full check format docs site bench conformance compatibility pins kernels golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full test test-full check format docs site bench conformance compatibility pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
-$(READY): pyproject.toml constraints.txt pins.txt
+$(READY): $(INPUTS)
 	@$(PYTHON) scripts/install.py $(VENV) dev,local,postgres
 	@touch $@ $(LOCAL)
 
-$(LOCAL): pyproject.toml constraints.txt pins.txt
+$(LOCAL): $(INPUTS)
 	@$(PYTHON) scripts/install.py $(VENV) local
 	@touch $@
 
@@ -22,15 +24,23 @@ demo: $(LOCAL)  ## watch a small model learn something on this machine (a few mi
 	@$(BIN)/tinkex demo
 	@echo "Before these commands: source $(BIN)/activate"
 
-test: $(READY)  ## all tests that fit into a few minutes
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
+prepare: $(READY)  ## fetch what the tests need from outside: Chromium, a model, wheels, the official client
+	@$(BIN)/python -m tests.prepare
 
-test-full: $(READY)  ## the long ones too
+prepare-full: $(READY)  ## the same for the long tests: all official clients and tinker-cookbook too
+	@$(BIN)/python -m tests.prepare --full
+
+test: prepare  ## all tests that fit into a few minutes
+	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "timing and not full"  # one after the other: what they measure is not each other
+
+test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
 
-check: $(READY)  ## formatting, lint, types
+check: $(READY)  ## formatting, lint, spelling, types of the package, the tests and the examples
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/mypy examples
 	$(BIN)/pyright
@@ -46,16 +56,16 @@ docs: $(READY)  ## write the generated pages anew
 site: $(READY)  ## the documents as a static site, in site/
 	$(BIN)/python scripts/make_site.py
 
-cookbook-runs: $(READY)  ## train with tinker-cookbook, official client and alias (five minutes, own environment)
+cookbook-runs: prepare-full  ## train with tinker-cookbook, official client and alias (five minutes, own environment)
 	$(BIN)/python -m pytest tests/compat/cookbook -s
 
 cookbook: $(READY)  ## import every module of tinker-cookbook through the alias (ten minutes, own environment)
 	$(BIN)/python tests/compat/as_tinker/cookbook_imports.py
 
-conformance: $(READY)  ## every official client and ours through the whole flow, on both built-in models
+conformance: prepare-full  ## every official client and ours through the whole flow, on both built-in models
 	$(BIN)/python -m tests.compat.conformance.matrix
 
-compatibility: $(READY)  ## call every method of the official client and write docs/compatibility.md anew
+compatibility: prepare  ## call every method of the official client and write docs/compatibility.md anew
 	$(BIN)/python -m tests.compat.conformance.methods --write
 
 bench: $(READY)  ## the client beside the official ones, the service beside the plain loop (an hour)
@@ -74,8 +84,13 @@ pins: $(READY)  ## write pins.txt anew, with the newest releases (run the tests 
 	@{ echo "# What the tests passed with: the releases in .venv, for development and CI. Written by \`make pins\`."; \
 	   echo "--constraint constraints.txt"; $(BIN)/pip freeze --exclude-editable --exclude torch; } > pins.txt
 
-kernels:  ## build the kernels of decoding anew (needs gcc; what it makes is part of the package)
-	$(PYTHON) scripts/make_kernels.py
+kernels:  ## compile the C kernels in place (the install does so too; needs gcc, clang or ziglang)
+	$(PYTHON) $(KERNELS)/build.py
+
+kernels-aarch64: $(READY)  ## run the kernels for aarch64 under qemu, beside torch (as root it installs what that needs)
+	@command -v qemu-aarch64 > /dev/null && command -v aarch64-linux-gnu-gcc > /dev/null || [ "$$(id -u)" != 0 ] || \
+	   apt-get install --yes --quiet qemu-user gcc-aarch64-linux-gnu
+	$(BIN)/python -m pytest tests/unit/engine/test_kernels_by_driver.py -rs
 
 golden: $(READY)  ## record the official clients' requests anew
 	$(BIN)/python tests/compat/golden/record.py

@@ -33,7 +33,8 @@ from tinkex.engine.sampling.sampler import Sampler  # noqa: E402
 from tinkex.engine.training.trainer import Trainer  # noqa: E402
 
 SHOWN = 12
-KERNELS = ("linear", "attend", "norm", "norm_back", "turn", "gate", "gate_back", "deltas_forward", "deltas_backward")
+KERNELS = ("linear", "attend", "rmsnorm", "rmsnorm_backward", "rope", "swiglu", "swiglu_backward")
+KERNELS += ("lora_forward", "lora_backward")
 STEPS = 16
 
 

@@ -35,6 +35,10 @@ def main(venv: Path, extras: str) -> int:
             print(f"Cannot set up {venv.name}: {last_words(made.stdout + made.stderr)}", file=sys.stderr)
             return 1
     code, said = install(venv, extras, PINS)
+    if code and "No matching distribution found for ziglang" in said:
+        print("No C compiler here, and pip found none either: going on without the C kernels (slower).", flush=True)
+        os.environ["TINKEX_KERNELS"] = "none"
+        code, said = install(venv, extras, PINS)
     if code and "No matching distribution found" in said:  # for this kind of machine, or for this Python
         print(f"A release of {PINS} cannot be had here: taking the newest that fit instead.", flush=True)
         code, said = install(venv, extras, LIMITS)

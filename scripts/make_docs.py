@@ -1,4 +1,4 @@
-"""Writes the parts of docs/ that say what the code says: settings, errors, commands. `--check` only compares.
+"""Writes the parts of docs/ that say what the code says: settings, errors, commands, losses. `--check` only compares.
 
 A made part stands between two marks in its page; the prose around it is written by hand.
 """
@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tinkex import errors, settings
-from tinkex.cli import main as cli
+from tinkex.cli import parser as cli
+from tinkex.rules.losses import EMPTY_MASK, LOSSES
 
 ROOT = PAGES = Path(__file__).resolve().parent.parent
-SOURCES, RESULTS = ROOT / "src" / "tinkex", ROOT / "benchmarks" / "results"
+SOURCES = ROOT / "src" / "tinkex"
 Error = type[errors.TinkexError]
 MARKS = re.compile(r"(<!-- made by scripts/make_docs.py: do not edit -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -89,7 +90,12 @@ ANSWERS = {
     "wrong_method": "The call exists, with another HTTP verb.",
 }
 """What the service says under codes whose message is put together elsewhere."""
-MORE_CODES = {"unknown_training_run": ("404", "training run … is not known.")}
+MORE_CODES = {
+    "unknown_training_run": ("404", "training run … is not known."),
+    "no_targets": ("400", "data[…].loss_fn_inputs['target_tokens'] is missing: … needs …."),
+    "missing_input": ("400", "data[…].loss_fn_inputs[…] is missing: … needs …."),
+    "bad_mask": ("400", f"data[…]: {EMPTY_MASK}"),
+}
 """Codes that are put together in the code itself."""
 
 
@@ -156,7 +162,7 @@ def error_table() -> str:
 def code_table() -> str:
     """Every code that the service can answer with, read from its sources."""
     found: dict[str, set[tuple[str, str]]] = {code: {answer} for code, answer in MORE_CODES.items()}
-    for file in sorted((SOURCES / "server").rglob("*.py")):
+    for file in sorted(file for room in ("rules", "server") for file in (SOURCES / room).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 for status, code, said in _refusal(node.func.id, [_text(entry) for entry in node.args]):
@@ -171,10 +177,14 @@ def code_table() -> str:
 
 def _refusal(maker: str, words: list[str]) -> Iterator[tuple[str, str, str]]:
     """Status, code and text of one place where the service refuses something."""
-    if maker == "Refused" and len(words) > 2:
+    if maker == "RequestRejected" and len(words) > 2:
         status, said, code = words[:3]
-    elif maker in ("bad", "busy"):
-        status, said, code = {"bad": "400", "busy": "429"}[maker], *[*words, "bad_request"][:2]
+    elif maker in ("bad_request", "too_many_requests"):
+        status, said, code = {"bad_request": "400", "too_many_requests": "429"}[maker], *[*words, "bad_request"][:2]
+    elif maker == "reject" and len(words) > 2:
+        status, said, code = "400", f"{words[0]} {words[1]}", words[2]
+    elif maker == "ValidationError" and len(words) > 1:
+        status, said, code = "400", *words[:2]
     elif maker == "not_found":
         status, said, code = "404", f"{words[0]} … is not known.", f"unknown_{words[0].replace(' ', '_')}"
     else:
@@ -225,7 +235,7 @@ def _sentence(kind: Error) -> str:
 
 def command_pages() -> str:
     # Named here so that each of them is loaded.
-    return "\n\n".join(_command(parser) for parser in _parsers(cli.parser(list(cli.NOUNS))))
+    return "\n\n".join(_command(parser) for parser in _parsers(cli.build_parser(list(cli.COMMANDS))))
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -276,17 +286,22 @@ def _words(action: argparse.Action) -> str:
     return ", ".join(f"`{word}{f' {value}' if value else ''}`" for word in action.option_strings)
 
 
-def conformance_table() -> str:
-    """What `make conformance` found the last time."""
-    text = (RESULTS / "conformance.md").read_text(encoding="utf-8")
-    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
+def loss_table() -> str:
+    """Every loss with its inputs and settings; losses that take the same share a row."""
+    rows = ["| loss | needs | may have | `loss_fn_config` (default) |", "|---|---|---|---|"]
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, rule in LOSSES.items():
+        settings = ", ".join(f"`{key}` ({value:g})" for key, value in rule.config.items())
+        cells = (", ".join(f"`{key}`" for key in keys) for keys in (rule.required, rule.optional))
+        names.setdefault((*cells, settings), []).append(f"`{name}`")
+    return "\n".join([*rows, *(f"| {', '.join(shared)} | {' | '.join(cells)} |" for cells, shared in names.items())])
 
 
 MADE: dict[str, tuple[Callable[[], str], ...]] = {
-    "README.md": (conformance_table,),
     "docs/settings.md": (settings_table, serve_table),
     "docs/errors.md": (error_table, code_table),
     "docs/cli.md": (command_pages,),
+    "docs/training.md": (loss_table,),
 }
 """Page → what makes its parts, in their order."""
 

@@ -55,6 +55,7 @@ NAVIGATION: dict[str, list[str]] = {
         "elsewhere/ARCHITECTURE",
         "elsewhere/CONTRIBUTING",
         "decisions/index",
+        "requirements",
         "LOG",
         "elsewhere/CHANGELOG",
         "elsewhere/SECURITY",

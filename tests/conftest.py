@@ -1,9 +1,15 @@
-"""For every test: torch's threads wait without burning a core, and Ctrl-C means what it means in a terminal."""
+"""Settings for every test: no package index, threads that wait without using a core, and Ctrl-C as in a terminal."""
 
 from __future__ import annotations
 
 import os
 import signal
+
+from tests.prepare import WHEELS
+
+# Tests install nothing from outside: pip, also that of child processes, sees only what `make prepare` downloaded.
+os.environ["PIP_NO_INDEX"] = "1"
+os.environ["PIP_FIND_LINKS"] = str(WHEELS)
 
 # Two processes on two cores stand still together otherwise. OpenMP reads it when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

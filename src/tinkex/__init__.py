@@ -1,7 +1,7 @@
-"""The Tinker API everywhere: fine-tune language models from a loop on your own machine.
+"""A drop-in client for the Tinker fine-tuning API, and a self-hosted service for it.
 
-Names load on first use, so `import tinkex` costs milliseconds. The public names are those of the official `tinker`
-package, and a few of our own: `local`, `on`, `progress`, `Config`, `SampleStream`.
+Names load on first use, so `import tinkex` takes milliseconds. The public names are those of the official `tinker`
+package, and a few more: `local`, `on`, `progress`, `Config`, `SampleStream`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__title__", "__version__", "errors", "types", *sorted(_HOME)]
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for granted
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         home = _HOME.get(name)

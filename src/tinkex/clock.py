@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 
@@ -18,7 +17,13 @@ class Clock:
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
+        import asyncio  # not at the top: the command line reads the time without it, and asyncio takes 40 ms to load
+
         await asyncio.sleep(seconds)
+
+    def pause(self, seconds: float) -> None:
+        """Block the calling thread. Ctrl-C ends the pause on the main thread."""
+        time.sleep(seconds)
 
 
 REAL = Clock()

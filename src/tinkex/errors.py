@@ -57,7 +57,14 @@ class ConfigError(TinkexError):
 
 
 class ValidationError(TinkexError, ValueError):
-    """The call was refused before anything was sent; the client stays usable."""
+    """The call was rejected before anything was sent; the client stays usable.
+
+    `code` names the broken rule, in the words that a service's own error response would have.
+    """
+
+    def __init__(self, message: str = "", code: str = "invalid") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class MissingExtra(TinkexError, ImportError):
@@ -190,6 +197,7 @@ class ContextOverflow(BadRequestError, ValidationError):
             f"{max(limit - prompt_tokens, 0)}."
         )
         super().__init__(message, Response(400), {"detail": message, "category": "user"})
+        self.code = "context_exceeded"
 
 
 class AuthenticationError(APIStatusError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -91,3 +92,22 @@ def test_every_tool_and_library_of_the_environment_is_pinned() -> None:
     wanted = [*project["dependencies"], *extras["dev"], *extras["local"], *extras["postgres"]]
     names = {re.split(r"[\[>=;\s]", one)[0].lower().replace("_", "-") for one in wanted}
     assert names - pinned == {"tinkex", "torch"}  # this, and what constraints.txt holds
+
+
+def test_without_any_compiler_the_kernels_are_left_out(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the machine has no C compiler, the build asks pip for one; an index may have none for this machine."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pip").touch()
+    monkeypatch.setenv("TINKEX_KERNELS", "")
+    tried = []
+
+    def pip(venv: Path, extras: str, constraints: str) -> tuple[int, str]:
+        tried.append((constraints, os.environ["TINKEX_KERNELS"]))
+        return (0, "") if tried[-1][1] == "none" else (1, "ERROR: No matching distribution found for ziglang")
+
+    monkeypatch.setattr(install, "install", pip)
+    assert install.main(tmp_path, "local") == 0
+    assert tried == [("pins.txt", ""), ("pins.txt", "none")]
+    assert "without the C kernels" in capsys.readouterr().out

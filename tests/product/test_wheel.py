@@ -1,18 +1,34 @@
-"""What users install: the wheel, in an environment that has nothing else, away from the source tree."""
+"""What users install: the wheel, in an environment with its declared dependencies alone, away from the source tree.
+
+No network: the wheel is built with the hatchling of this environment, and the dependencies are copied from it.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
+import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
 
 import tinkex
+from tinkex.engine.packed.kernels import build
 
 ROOT = Path(__file__).parents[2]
+TARGET = build.this_machine()
+LIBRARY = build.library_path(TARGET).name
+with_compiler = pytest.mark.skipif(
+    TARGET not in build.TARGETS or next(build.compilers(TARGET), None) is None, reason="no C compiler for this machine"
+)
 
 FIRST_STEPS = """
 import pkgutil, sys, tinkex
@@ -44,12 +60,35 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of an environment with the wheel and what it depends on, from PyPI."""
+    """The folder of commands of an environment that has the wheel and what it declares to need, and nothing else."""
     home = tmp_path_factory.mktemp("environment")
-    venv.create(home, with_pip=True)
+    venv.create(home, with_pip=False)
     commands = home / ("Scripts" if sys.platform == "win32" else "bin")
-    run(str(commands / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
+    python = str(commands / "python")
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, str(wheel))
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
+    (about,) = site.glob("tinkex-*.dist-info")
+    for name in declared(importlib.metadata.Distribution.at(about)):
+        copy(name, site)
     return commands
+
+
+def declared(distribution: importlib.metadata.Distribution) -> set[str]:
+    """The names of all that a distribution needs without any extra, and what those need."""
+    names = set()
+    for text in distribution.requires or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            names |= {requirement.name} | declared(importlib.metadata.distribution(requirement.name))
+    return names
+
+
+def copy(name: str, site: Path) -> None:
+    for file in importlib.metadata.distribution(name).files or ():
+        if ".." not in file.parts and "__pycache__" not in file.parts:
+            (site / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(str(file.locate()), site / file)
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
@@ -69,21 +108,55 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     pages = {name.suffix for name in package if name.parts[1:3] == ("server", "console")}
     assert pages == {".html", ".css", ".js", ".svg"}
     rest = [name for name in package if name.parts[1:3] != ("server", "console")]
-    assert {name.suffix for name in rest} == {".py", ".proto", ".typed", ".c", ".h", ".lib"}, (
+    assert {name.suffix for name in rest} - {".lib"} == {".py", ".proto", ".typed", ".c", ".h"}, (
         "a note or a table came along"
     )
-    assert {name.name for name in rest if name.suffix in (".c", ".h", ".lib")} == {
-        *("kernels.h", "kernels_step.c", "kernels_between.c", "kernels_deltas.c", "kernels_x86_64_linux.lib")
-    }
+    assert {name.name for name in rest if name.suffix in (".c", ".h")} == {*build.SOURCES, "kernels.h"}
     tests = [name for name in package if name.name.startswith(("test_", "conftest")) or name.stem.endswith("_test")]
     assert not tests
 
 
 @pytest.mark.slow
+@with_compiler
+def test_the_wheel_brings_the_kernels_for_this_machine_and_says_so_in_its_tag(wheel: Path, tmp_path: Path) -> None:
+    _, _, _, tags = parse_wheel_filename(wheel.name)
+    assert tags & set(sys_tags()), "it does not install here"
+    assert {tag.interpreter for tag in tags} == {"py3"}
+    assert {tag.platform for tag in tags} == set(build.TARGETS[TARGET].wheel.split("."))
+    archive = zipfile.ZipFile(wheel)
+    assert [Path(name).name for name in archive.namelist() if name.endswith(".lib")] == [LIBRARY]
+    library = ctypes.CDLL(archive.extract(f"tinkex/engine/packed/kernels/{LIBRARY}", tmp_path))
+    for variant in build.TARGETS[TARGET].variants:
+        digest = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, f"digest_{variant}")))
+        assert digest.decode() == build.source_digest()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("readelf") is None or sys.platform != "linux", reason="reads ELF with readelf")
+@with_compiler
+def test_the_library_needs_no_other_library(wheel: Path, tmp_path: Path) -> None:
+    """So that it loads beside any libc, as the tags of the wheel claim: manylinux and musllinux."""
+    library = zipfile.ZipFile(wheel).extract(f"tinkex/engine/packed/kernels/{LIBRARY}", tmp_path)
+    said = run("readelf", "--wide", "--dynamic", "--dyn-syms", library)
+    assert "NEEDED" not in said
+    undefined = [line for line in said.splitlines() if " UND " in line and not line.rstrip().endswith("UND")]
+    assert not undefined
+
+
+@pytest.mark.slow
+def test_without_the_kernels_the_wheel_is_for_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKEX_KERNELS", "none")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(built).namelist() if name.endswith(".lib")]
+
+
+@pytest.mark.slow
 def test_every_source_file_is_in_the_wheel(wheel: Path) -> None:
-    held = set(zipfile.ZipFile(wheel).namelist())
+    packed = set(zipfile.ZipFile(wheel).namelist())
     sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "tinkex").rglob("*.py")}
-    assert sources <= held
+    assert sources <= packed
 
 
 @pytest.mark.slow
@@ -99,4 +172,5 @@ def test_the_installed_command_tells_its_version(installed: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_the_installed_package_needs_no_more_than_it_declares(installed: Path) -> None:
-    assert "No broken requirements found" in run(str(installed / "python"), "-m", "pip", "check")
+    said = run(sys.executable, "-m", "pip", "--python", str(installed / "python"), "check")
+    assert "No broken requirements found" in said

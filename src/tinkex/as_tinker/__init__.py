@@ -3,8 +3,10 @@
     import tinkex.as_tinker
     tinkex.as_tinker.install()  # before the first `import tinker`
 
-or `python -m tinkex.as_tinker script.py …`. The modules named `tinker…` hold nothing of their own: every name is looked
-up here on first use, so `tinker.Datum is tinkex.Datum`. `tinker.__version__` is the release whose API we offer.
+or `python -m tinkex.as_tinker script.py …`. The modules named `tinker…` are empty: every name is looked up in tinkex on
+first use, so `tinker.Datum is tinkex.Datum`. `tinker.__version__` is the release whose API we offer.
+
+Others import: the package itself (`install`, `uninstall`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tinkex._version import PROTOCOL_VERSION
 from tinkex.errors import ConfigError
 
 SPAWNED = str(Path(__file__).with_name("path"))
-"""A folder whose `tinker` installs the alias: processes that inherit `sys.path`, but not the finder, find it there."""
+"""A folder with a module `tinker` that installs the alias, for processes that inherit `sys.path` but not the finder."""
 
 _OWN = "tinkex.as_tinker.stand_ins"
 _INTERFACES = "tinker.lib.public_interfaces"
@@ -47,10 +49,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
     f"{_INTERFACES}.service_client": ("tinkex.client.service",),
     f"{_INTERFACES}.training_client": ("tinkex.client.training",),
 }
-"""Module of the official package → where its names live here."""
+"""Module of the official package → the modules of tinkex that have its names."""
 
 _PACKAGES = ("tinker", "tinker.lib", _INTERFACES, "tinker.types", "tinker.types.shared", "tinker.types._pydantic_types")
-# Upstream keeps nearly every type in a file of its own, named after it; these are the files that are not.
+# Upstream has one file per type, named after the type; these files have other names.
 _TYPE_FILES = (
     "_tensor_container",
     "_torch_utils",
@@ -76,28 +78,28 @@ _EXPORTS = {
         LossHandle PerDatumLossFn
     """,
 }
-"""What `from … import *` gives, where upstream says so."""
+"""The names that `from … import *` imports, where upstream defines them."""
 
 
 def install() -> None:
-    """From now on `import tinker` gives this package. Calling it again changes nothing."""
+    """Make `import tinker` import this package. Calling it again has no effect."""
     if _installed() is not None:
         return
     present = sys.modules.get("tinker")
     if present is not None:
-        place = getattr(present, "__file__", None) or "an unknown place"
+        file = getattr(present, "__file__", None) or "an unknown file"
         raise ConfigError(
-            f"The tinker package from {place} is already imported, and parts of the program hold its classes. "
+            f"The tinker package from {file} is already imported, and parts of the program use its classes. "
             "Call tinkex.as_tinker.install() before the first `import tinker`, "
             "or start the program with `python -m tinkex.as_tinker script.py`."
         )
     sys.meta_path.insert(0, Finder())
-    # Not in front: the first entry is the script's own folder, which programs read and change.
+    # Not first: the first entry is the folder of the script, which programs read and change.
     sys.path.insert(1, SPAWNED)
 
 
 def uninstall() -> None:
-    """Undo `install`. Names that were imported meanwhile stay what they are."""
+    """Undo `install`. Names that were imported in between do not change."""
     finder = _installed()
     if finder is None:
         return
@@ -117,7 +119,7 @@ def _is_ours(name: str) -> bool:
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds and fills the modules named `tinker…`, and says which version of `tinker` is installed."""
+    """Finds and fills the modules named `tinker…`, and reports which version of `tinker` is installed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -126,8 +128,8 @@ class Finder(MetaPathFinder, Loader):
             return None
         if _homes(fullname) is None:
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: tinkex.as_tinker stands in for the public parts of the official "
-                "package, not for its inner ones.",
+                f"No module named {fullname!r}: tinkex.as_tinker replaces the public modules of the official package, "
+                "not its internal ones.",
                 name=fullname,
             )
         return ModuleSpec(fullname, self, origin="tinkex.as_tinker", is_package=fullname in _PACKAGES)
@@ -135,7 +137,7 @@ class Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         homes = _homes(name) or ()
-        module.__doc__ = f"What programs expect of `{name}`, served by tinkex."
+        module.__doc__ = f"The public names of `{name}`, provided by tinkex."
         if name in ("tinker", "tinker._version"):
             module.__dict__.update(__version__=PROTOCOL_VERSION, __title__="tinker")
         exports = _exports(name)
@@ -151,7 +153,7 @@ class Finder(MetaPathFinder, Loader):
         module.__dict__["__dir__"] = lambda: sorted({*vars(module), *exports})
 
     def find_distributions(self, context: Any = None) -> Iterable[Any]:
-        """Programs ask `importlib.metadata.version("tinker")` to learn what they can use."""
+        """Answer `importlib.metadata.version("tinker")`, with which programs find out what they can use."""
         if getattr(context, "name", None) not in (None, "tinker"):
             return []
         from tinkex.as_tinker.distribution import TinkerDistribution
@@ -160,7 +162,7 @@ class Finder(MetaPathFinder, Loader):
 
 
 def _homes(name: str) -> tuple[str, ...] | None:
-    """Where the names of a module live; None if there is no such module."""
+    """Return the modules that have the names of a module; None if there is no such module."""
     if name in _HOMES:
         return _HOMES[name]
     parent, _, last = name.rpartition(".")

@@ -1,6 +1,6 @@
-"""`python -m tinkex.as_tinker script.py …` or `… -m module …`: run a program written for `tinker` on this package.
+"""`python -m tinkex.as_tinker script.py …` or `… -m module …`: runs a program written for `tinker` on this package.
 
-Starts it as Python itself would: as `__main__`, with its own arguments and its own folder first on the path.
+The program starts as Python would start it: as `__main__`, with its arguments and its folder first on the path.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def main(arguments: list[str]) -> None:
     is_module = arguments[:1] == ["-m"]
     program = arguments[1:] if is_module else arguments
     if not program or (not is_module and program[0].startswith("-")):
-        sys.exit(_refusal(USAGE))
+        sys.exit(_usage_error(USAGE))
     if not is_module and not os.path.isfile(program[0]):
-        sys.exit(_refusal(f"{sys.executable}: can't open file {os.path.abspath(program[0])!r}: no such file"))
+        sys.exit(_usage_error(f"{sys.executable}: can't open file {os.path.abspath(program[0])!r}: no such file"))
     if not is_module and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
     as_tinker.install()
-    _tell_children()
+    _set_path_for_children()
     sys.argv[:] = program
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> None:
 
 
 def _run_script(path: str) -> None:
-    # Not runpy.run_path: its `__main__` ends with the script, and functions that run later (at exit, on threads, out of
-    # a pickle) still need it.
+    # Not runpy.run_path: it removes `__main__` with the end of the script, and functions that run later (at exit, on
+    # threads, from a pickle) still need it.
     main_module = ModuleType("__main__")
     main_module.__file__ = os.path.abspath(path)
     main_module.__loader__ = SourceFileLoader("__main__", main_module.__file__)
@@ -50,14 +50,14 @@ def _run_script(path: str) -> None:
     exec(code, main_module.__dict__)
 
 
-def _tell_children() -> None:
-    """Python processes that the program starts shall find `tinker` too, as if it were installed."""
+def _set_path_for_children() -> None:
+    """Let Python processes that the program starts find `tinker` too, as if it were installed."""
     environ = os.environ  # border: written for child processes; no setting of ours is read here
-    kept = environ.get("PYTHONPATH")
-    environ["PYTHONPATH"] = os.pathsep.join([as_tinker.SPAWNED, kept] if kept else [as_tinker.SPAWNED])
+    inherited = environ.get("PYTHONPATH")
+    environ["PYTHONPATH"] = os.pathsep.join([as_tinker.SPAWNED, *([inherited] if inherited else [])])
 
 
-def _refusal(text: str) -> int:
+def _usage_error(text: str) -> int:
     print(text, file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""`tinker.auth`: is there a key, and does the service accept it?"""
+"""`tinker.auth`: finds the API key, and checks that the service accepts it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_cre
 
 
 def get_tinker_token() -> str | None:
-    """The key that is set or stored, or None. Does not run TINKER_CREDENTIAL_CMD."""
+    """Return the key that is set or stored, or None. Does not run TINKER_CREDENTIAL_CMD."""
     try:
-        if _is_told_by_command():
+        if _comes_from_command():
             return None
         key = settings.resolve().api_key
     except ConfigError:
@@ -21,18 +21,18 @@ def get_tinker_token() -> str | None:
 
 
 def tinker_has_credentials() -> bool:
-    """Whether a client would find a key, or needs none (a service on this machine). Runs no command, sends nothing."""
+    """Return whether a client would find a key or needs none (a local service). Runs no command, sends nothing."""
     try:
-        return _is_told_by_command() or bool(settings.resolve().api_key)
+        return _comes_from_command() or bool(settings.resolve().api_key)
     except ConfigError:
         return False
 
 
 def raise_if_tinker_not_accessible() -> None:
-    """Ask the service once, without retrying: returns if it accepts the key, else raises a `TinkerError`."""
+    """Send one request without retries: returns if the service accepts the key, else raises a `TinkerError`."""
     with ServiceClient(max_retries=0, telemetry=False) as service:
         service.get_server_capabilities()
 
 
-def _is_told_by_command() -> bool:
+def _comes_from_command() -> bool:
     return settings.sources()["api_key"] == settings.ENVIRONMENT["credential_cmd"]

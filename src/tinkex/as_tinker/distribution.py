@@ -1,4 +1,4 @@
-"""What `importlib.metadata` tells about `tinker` while the alias is installed."""
+"""The metadata of `tinker` that `importlib.metadata` finds while the alias is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkex._version import PROTOCOL_VERSION
 
 
 class TinkerDistribution(Distribution):
-    """Name and version, and nothing else: there are no files to list."""
+    """Has a name and a version, and no files."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":

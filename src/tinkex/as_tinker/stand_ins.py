@@ -1,6 +1,6 @@
-"""Names of the official package that this one has no other use for: small versions that do what callers rely on.
+"""Small replacements for names of the official package that tinkex itself does not need.
 
-Imported when a program first asks for one of them.
+Loaded when a program first uses one of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 from tinkex.client.future import APIFuture, reject, resolve
-from tinkex.client.service import refuse_server_side_loss
+from tinkex.client.service import server_side_loss_error
 from tinkex.errors import APIConnectionError
 from tinkex.types.base import Value
 
@@ -24,11 +24,11 @@ class LossHandle:
     """A loss kept by the service. None can be made: see `ServiceClient.create_custom_loss`."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
-        raise refuse_server_side_loss()
+        raise server_side_loss_error()
 
 
 class Timeout:
-    """Seconds per phase of a request, for `ServiceClient(timeout=…)`, which takes `read` as the time for an answer."""
+    """Seconds per phase of a request, for `ServiceClient(timeout=…)`, which uses `read` as the time for a response."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Timeout:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a low-level call may be given; for annotations."""
+    """The options of a low-level call; for annotations only."""
 
     headers: Mapping[str, str]
     max_retries: int
@@ -70,7 +70,7 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass
 class RetryConfig:
-    """Accepted wherever upstream takes one, and not used: limits and retries are those of `tinkex.Config`."""
+    """Accepted wherever upstream accepts one, and ignored: limits and retries are those of `tinkex.Config`."""
 
     max_connections: int | None = 1000
     progress_timeout: float = 7200
@@ -83,7 +83,7 @@ class RetryConfig:
 
 
 class QueueState(enum.StrEnum):
-    """Why work waits; equal to the words that observers are given."""
+    """Why work waits; equal to the strings that observers receive."""
 
     ACTIVE = "active"
     PAUSED_RATE_LIMIT = "paused_rate_limit"
@@ -102,15 +102,15 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         if done.cancelled():
             self.cancel()
             return
-        problem = done.exception()
-        if problem is not None:
-            reject(self, problem)
+        error = done.exception()
+        if error is not None:
+            reject(self, error)
         else:
             resolve(self, done.result())
 
 
 def model_dump(model: Any, *, exclude: Any = None, warnings: bool = True, **options: Any) -> dict[str, Any]:
-    """Of one of our values or of a pydantic model: both have the method; ours warns of nothing."""
+    """Return the fields of a tinkex value or of a pydantic model. Only pydantic knows the option `warnings`."""
     if not isinstance(model, Value):
         options["warnings"] = warnings
     fields: dict[str, Any] = model.model_dump(exclude=exclude or set(), **options)

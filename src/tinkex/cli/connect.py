@@ -1,4 +1,4 @@
-"""How commands reach the service: through settings alone, with a command's patience, saying what they wait for."""
+"""Makes the clients of commands, from the settings. They retry less than a training run, and say so when they do."""
 
 from __future__ import annotations
 
@@ -16,60 +16,49 @@ if TYPE_CHECKING:
     from tinkex.wire.endpoints import Endpoint
 
 PATIENCE = {"max_retries": 5, "unreachable_s": 60.0}
-"""Somebody sits in front of a command: it gives up sooner than a training run, unless settings say otherwise."""
+"""A person waits for a command: it gives up sooner than a training run, unless the settings say otherwise."""
 NO_KEY = (
-    "No API key for the hosted service. Set TINKER_API_KEY; or, for a service of your own (`tinkex serve`), "
-    "its address: export TINKER_BASE_URL=http://127.0.0.1:8642"
+    "No API key for the hosted service. Set TINKER_API_KEY. For a service on this machine (`tinkex serve`), "
+    "set its address instead: export TINKER_BASE_URL=http://127.0.0.1:8642"
 )
 
 
 def config_for(args: argparse.Namespace) -> Config:
-    """The settings of this invocation."""
+    """Return the settings of this command."""
     from tinkex import settings
 
-    given = {"base_url": args.base_url, "api_key": args.api_key}
-    sources = settings.sources(**given)
+    arguments = {"base_url": args.base_url, "api_key": args.api_key}
+    sources = settings.sources(**arguments)
     patience: dict[str, Any] = {name: value for name, value in PATIENCE.items() if sources[name] == "default"}
     try:
-        return settings.resolve(**given, **patience)
-    except ConfigError as problem:
-        if str(problem).startswith("No API key") and sources["base_url"] == "default":
-            # Somebody new most likely has no account, but a service that was started a minute ago.
+        return settings.resolve(**arguments, **patience)
+    except ConfigError as error:
+        if str(error).startswith("No API key") and sources["base_url"] == "default":
+            # A new user most likely has no account, but a service that was started a minute ago.
             raise ConfigError(NO_KEY) from None
         raise
 
 
 def rest_client(args: argparse.Namespace) -> RestClient:
-    """A client for reading and tidying. It opens no session."""
-    from tinkex.client._runtime.session import Session
+    """Return a client for runs and checkpoints. It opens no session."""
     from tinkex.client.rest import RestClient
 
     announce_retries()
-    return RestClient(Session(config_for(args)))
+    return RestClient(config=config_for(args))
 
 
 def ask(args: argparse.Namespace, endpoint: Endpoint) -> Any:
-    """The JSON that one call answers, as it came: our own service says more than the official types hold."""
-    from tinkex.client._calls.call import call
-    from tinkex.client._runtime.link import connection_for
-    from tinkex.client._runtime.operation import Operation
-    from tinkex.wire import json_codec
+    """Return the JSON of one response as it came: our own service sends more fields than the official types have."""
+    from tinkex.client.diagnose import fetch_json
 
     announce_retries()
-    connection = connection_for(config_for(args))
-    operation = Operation(endpoint.name, connection.clock.now())
-
-    async def work() -> Any:
-        await connection.ready()
-        return json_codec.decode_answer((await call(connection, endpoint, operation=operation)).content)
-
-    return connection.run(operation, work).result()
+    return fetch_json(config_for(args), endpoint)
 
 
 @functools.cache
 def announce_retries() -> None:
-    """Say on stderr why a command is taking its time. Once per process, however often `main` is called."""
+    """Print a remark before each retry. Registers once per process, however often `main` is called."""
     from tinkex import events
     from tinkex.redact import redact
 
-    events.on("retry", lambda retry: remark(f"Trying again in {retry.delay_s:.1f} s: {redact(retry.reason)}"))
+    events.on("retry", lambda retry: remark(f"Retrying in {retry.delay_s:.1f} s: {redact(retry.reason)}"))

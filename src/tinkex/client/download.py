@@ -1,7 +1,7 @@
-"""`download_checkpoint`: a saved checkpoint's files on this machine, whatever way the service hands them out.
+"""`download_checkpoint`: fetches the files of a saved checkpoint, whatever way the service hands them out.
 
 Services up to 0.35 give a tar archive; later ones give the address of each file, after a temporary export. `download`
-fetches one file (`_fetch` tells how).
+fetches one file (see `_files/fetch.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.client._files.archive import place, unpack
-from tinkex.client._files.fetch import Part, Progress, Watcher, download
-from tinkex.client._runtime.link import Connection
+from tinkex.client._files.archive import safe_path, unpack
+from tinkex.client._files.fetch import DownloadPart, DownloadProgress, Watcher, download
+from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.future import APIFuture
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "download", "download_checkpoint"]
 
+Progress = DownloadProgress
+"""The name under which the documents have it."""
+
 LONGEST_S = 7 * 86400.0
 """A download that moves may take as long as it takes; one that does not move fails much sooner."""
 EXPORT_TTL_S = 86400
 """A temporary export that could not be deleted (the process was killed) goes away by itself."""
 _NO_SUCH_CALL = (404, 405, 410, 501)
-_ADDRESS_RAN_OUT = (400, 401, 403)
+_ADDRESS_EXPIRED = (400, 401, 403)
 
 
 def download_checkpoint(
@@ -52,26 +55,26 @@ def download_checkpoint(
     `weights/` path; the export is deleted afterwards.
     """
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    connection = rest_client._session.connect()
-    operation = _Download("download_checkpoint", connection.clock.now(), session=rest_client._session)
+    link = rest_client._session.link()
+    operation = _Download("download_checkpoint", link.clock.now(), session=rest_client._session)
 
-    def watch(step: Progress) -> None:
+    def watch(step: DownloadProgress) -> None:
         operation.latest = step
         if progress is not None:
             progress(step)
 
-    job = _Job(rest_client, connection, parsed, Path(folder), watch, keep_archive)
-    return connection.run(operation, job.run, LONGEST_S)
+    job = _Job(rest_client, link, parsed, Path(folder), watch, keep_archive)
+    return link.operations.run(operation, job.run, LONGEST_S)
 
 
 class _Download(Operation):
     """Tells how far it has come while it is waited for."""
 
     __slots__ = ("latest",)
-    latest: Progress | None
+    latest: DownloadProgress | None
 
     def waiting_line(self, now: float) -> str:
-        step: Progress | None = getattr(self, "latest", None)
+        step: DownloadProgress | None = getattr(self, "latest", None)
         if step is None:
             return super().waiting_line(now)
         of = "" if step.total_bytes is None else f" of {step.total_bytes:,}"
@@ -84,14 +87,14 @@ class _Job:
     def __init__(
         self,
         rest: RestClient,
-        connection: Connection,
+        link: ServiceLink,
         parsed: ParsedCheckpointTinkerPath,
         folder: Path,
         watch: Watcher,
         keep_archive: bool,
     ) -> None:
         self._rest = rest
-        self._connection = connection
+        self._link = link
         self._parsed = parsed
         self._folder = folder
         self._watch = watch
@@ -102,8 +105,8 @@ class _Job:
             return await self._files(self._parsed.tinker_path)
         try:
             url = await self._archive_url()
-        except APIStatusError as problem:
-            if problem.status_code not in _NO_SUCH_CALL or not await self._may_exist():
+        except APIStatusError as error:
+            if error.status_code not in _NO_SUCH_CALL or not await self._may_exist():
                 raise
             return await self._export()
         return await self._archive(url)
@@ -131,30 +134,30 @@ class _Job:
             return (await links())[file]
 
         urls = await links()
-        targets = {file: place(self._folder, file) for file in sorted(urls)}  # all names are checked first
+        targets = {file: safe_path(self._folder, file) for file in sorted(urls)}  # all names are checked first
         for file, target in targets.items():
             await self._fetch(urls[file], functools.partial(renewed, file), target)
         return list(targets.values())
 
     async def _fetch(self, url: str, renew: Callable[[], Awaitable[str]], target: Path) -> Path:
-        """One file. An address that runs out on the way is asked for anew, as long as the file grows."""
-        held = -1
+        """One file. An address that expires on the way is asked for again, as long as the file grows."""
+        bytes_before = -1
         while True:
             try:
-                return await download(self._connection, url, target, progress=self._watch)
-            except APIStatusError as problem:
-                if problem.status_code not in _ADDRESS_RAN_OUT or Part(target).held_bytes <= held:
+                return await download(self._link, url, target, progress=self._watch)
+            except APIStatusError as error:
+                if error.status_code not in _ADDRESS_EXPIRED or DownloadPart(target).held_bytes <= bytes_before:
                     raise
-                held = Part(target).held_bytes
+                bytes_before = DownloadPart(target).held_bytes
                 url = await renew()
 
     async def _may_exist(self) -> bool:
         """Whether to go on although the archive was not found: the call may be gone, or the checkpoint."""
         try:
             found = await self._rest.list_checkpoints(self._parsed.training_run_id)
-        except APIStatusError as problem:
+        except APIStatusError as error:
             # Others' checkpoints cannot be listed, published ones still be read.
-            return not isinstance(problem, NotFoundError)
+            return not isinstance(error, NotFoundError)
         return any(saved.tinker_path == self._parsed.tinker_path for saved in found.checkpoints)
 
     async def _export(self) -> list[Path]:
@@ -171,11 +174,11 @@ class _Job:
         try:
             training = await service.create_training_client_from_state_async(path)
             export = await training.save_weights_external(f"download-{uuid.uuid4().hex[:12]}", EXPORT_TTL_S)
-            tidy = _Tidy(self._rest, self._connection, export.path)
+            temporary = TemporaryExport(self._rest, self._link, export.path)
             try:
                 return await self._files(export.path)
             finally:
-                await tidy.up()
+                await temporary.delete()
         finally:
             try:
                 await service.close()
@@ -183,18 +186,18 @@ class _Job:
                 pass  # the files are here, or their own error is on its way
 
 
-class _Tidy:
+class TemporaryExport:
     """Deletes a temporary export, also when Ctrl-C ends the interpreter in the middle of the download."""
 
-    def __init__(self, rest: RestClient, connection: Connection, export_path: str) -> None:
+    def __init__(self, rest: RestClient, link: ServiceLink, export_path: str) -> None:
         self._rest = rest
-        self._loop = connection.loop
+        self._loop = link.loop
         self._export_path = export_path
         self._task: asyncio.Task[None] | None = None
-        self._loop.at_exit(id(self), self.up)
+        self._loop.at_exit(id(self), self.delete)
 
-    async def up(self) -> None:
-        """Once, whoever asks first; who asks later waits for the same."""
+    async def delete(self) -> None:
+        """Delete it once; a second caller waits for the same deletion."""
         if self._task is None:
             self._task = self._loop.spawn(self._delete())
         await asyncio.shield(self._task)

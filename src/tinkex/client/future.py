@@ -46,7 +46,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         """Block until the result is there, or raise its error. A timeout leaves the work going."""
         self._is_observed = True
         if self._is_open:
-            self._refuse_impossible_wait()
+            self._check_can_block()
         try:
             return super().result(timeout)
         except TimeoutError:
@@ -57,7 +57,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._is_observed = True
         if self._is_open:
-            self._refuse_impossible_wait()
+            self._check_can_block()
         try:
             return super().exception(timeout)
         except TimeoutError:
@@ -80,7 +80,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         self._is_observed = True
         if self._is_open:
-            self._refuse_vain_wait()
+            self._check_will_end()
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
             post = mailbox_of(loop).post
@@ -131,15 +131,15 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         # Read without the lock, which a forked child may have inherited in a locked state.
         return self._state in ("PENDING", "RUNNING")
 
-    def _refuse_impossible_wait(self) -> None:
-        self._refuse_vain_wait()
+    def _check_can_block(self) -> None:
+        self._check_will_end()
         if on_own_loop():
             raise WrongThread(
                 f"result() of {self._operation.name} was called on the SDK's own loop thread, which would have to "
                 "answer it. Await the future, or wait on another thread."
             )
 
-    def _refuse_vain_wait(self) -> None:
+    def _check_will_end(self) -> None:
         if has_stopped():
             raise ClosedError(f"{self._operation.name}: the process is ending, and the SDK has stopped.")
         if os.getpid() != self._pid:
@@ -190,8 +190,13 @@ def reject(future: APIFuture[Any], error: BaseException) -> None:
         pass
 
 
+def follow_up(future: APIFuture[Any]) -> APIFuture[Any]:
+    """Return an open future of the same operation, for a value that is made of the first one's."""
+    return APIFuture(future._operation)
+
+
 def finished(value: T) -> APIFuture[T]:
-    """A future that already has its value."""
+    """Return a future that already has its value."""
     future: APIFuture[T] = APIFuture()
     future._operation.state = "done"
     future.set_result(value)

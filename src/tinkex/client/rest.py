@@ -14,8 +14,9 @@ from urllib.parse import urlencode
 from tinkex import settings
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.client._calls import validate
-from tinkex.client._calls.call import error_of
-from tinkex.client._runtime.base_client import Handle
+from tinkex.client._calls.handshake import ready
+from tinkex.client._http.transport import HTTPResponse
+from tinkex.client._runtime.base_client import BaseClient
 from tinkex.client._runtime.operation import Operation
 from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
@@ -49,13 +50,18 @@ ARCHIVE_VALID = dt.timedelta(minutes=15)
 TRACE_POLL_S = 5.0
 
 
-class _Rest(Handle):
+class _Rest(BaseClient):
     """How the REST clients find their service: through a session, or by settings alone."""
 
     def __init__(
-        self, _session: Session | None = None, *, base_url: str | None = None, api_key: str | None = None
+        self,
+        _session: Session | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: settings.Config | None = None,
     ) -> None:
-        super().__init__(_session or Session(settings.resolve(base_url=base_url, api_key=api_key)))
+        super().__init__(_session or Session(config or settings.resolve(base_url=base_url, api_key=api_key)))
 
     def _call(
         self, method: str, endpoint: Endpoint, query: Mapping[str, Any] | None = None, body: Any = None, **parts: str
@@ -235,28 +241,19 @@ class RestClient(_Account):
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
         """A short-lived address of a tar archive of the checkpoint (`tinkex checkpoint download` does the rest)."""
         path = endpoints.CHECKPOINT_ARCHIVE.url(run_id=training_run_id, checkpoint_id=checkpoint_id)
-        connection = self._session.connect()
-        operation = Operation("checkpoint_archive", connection.clock.now(), session=self._session)
+        link = self._session.link()
 
-        async def work() -> CheckpointArchiveUrlResponse:
-            await connection.ready()
-            headers = {**connection.base_headers, "x-api-key": connection.auth.header}
-            url = f"{connection.config.base_url}{path}"
-            pool = endpoints.CHECKPOINT_ARCHIVE.pool
-            answer = await connection.transport.send(
-                pool, "GET", url, headers, b"", connection.config.timeout_s, follow=False
-            )
-            if answer.status >= 400:
-                raise error_of(connection, answer, endpoints.CHECKPOINT_ARCHIVE)
-            location = answer.headers.get("location")
+        def read(response: HTTPResponse) -> CheckpointArchiveUrlResponse:
+            location = response.headers.get("location")
             if not location:
                 raise APIResponseValidationError(
-                    None, None, f"The archive of {checkpoint_id} was answered with {answer.status} and no address."
+                    None, None, f"The archive of {checkpoint_id} was answered with {response.status} and no address."
                 )
-            now = dt.datetime.fromtimestamp(connection.clock.wall(), dt.UTC)
-            return CheckpointArchiveUrlResponse(url=location, expires=_expires(answer.headers.get("expires"), now))
+            now = dt.datetime.fromtimestamp(link.clock.wall(), dt.UTC)
+            return CheckpointArchiveUrlResponse(url=location, expires=_expires(response.headers.get("expires"), now))
 
-        return connection.run(operation, work)
+        # The address is in the redirect itself: it leads to another host, where our key must not go.
+        return self._ask(endpoints.CHECKPOINT_ARCHIVE, path=path, read=read, follow=False)
 
     async def get_checkpoint_archive_url_async(
         self, training_run_id: str, checkpoint_id: str
@@ -352,11 +349,11 @@ class RestClient(_Account):
 
     def export_session_trace(self, session_id: str) -> APIFuture[str]:
         """Have the service write a trace of the session; gives its address when it is there."""
-        connection = self._session.connect()
-        operation = Operation("export_session_trace", connection.clock.now(), session=self._session)
+        link = self._session.link()
+        operation = Operation("export_session_trace", link.clock.now(), session=self._session)
 
-        def read(answer: Any) -> Any:
-            return json_codec.decode_answer(answer.content)
+        def read(response: HTTPResponse) -> Any:
+            return json_codec.decode_answer(response.content)
 
         async def work() -> str:
             path = endpoints.SESSION_TRACE_EXPORT.url(session_id=session_id)
@@ -366,9 +363,9 @@ class RestClient(_Account):
                     return str(found["url"])
                 if found.get("error") or found.get("status") == "failed":
                     raise RequestFailedError(f"The trace of session {session_id} failed: {found.get('error')}")
-                await connection.clock.sleep(TRACE_POLL_S)
+                await link.clock.sleep(TRACE_POLL_S)
 
-        return connection.run(operation, work)
+        return link.operations.run(operation, work)
 
     async def export_session_trace_async(self, session_id: str) -> str:
         return await self.export_session_trace(session_id)
@@ -381,19 +378,19 @@ class RestClient(_Account):
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
         """Whose key this is."""
-        connection = self._session.connect()
-        operation = Operation("whoami", connection.clock.now(), session=self._session)
+        link = self._session.link()
+        operation = Operation("whoami", link.clock.now(), session=self._session)
 
         async def work() -> WhoamiResponse:
-            await connection.ready()
-            claims = connection.auth.claims()
+            await ready(link)
+            claims = link.auth.claims()
             if claims.get("sub"):  # a token says it all
                 return WhoamiResponse(
                     user_urn=str(claims["sub"]), org_urn=str(claims.get("org_id") or ""), email=claims.get("email")
                 )
             return await self._call("whoami", endpoints.WHOAMI)  # type: ignore[no-any-return]
 
-        return connection.run(operation, work)
+        return link.operations.run(operation, work)
 
     def _on_checkpoint(self, method: str, endpoint: Endpoint, tinker_path: str, body: Any = None) -> APIFuture[Any]:
         parsed = _parsed(tinker_path)
@@ -407,7 +404,7 @@ class AdminClient(_Account):
 
 
 def copy_weights(
-    client: Handle,
+    client: BaseClient,
     path: str,
     *,
     destination_project_id: str | None = None,
@@ -419,8 +416,8 @@ def copy_weights(
     _parsed(path)
     validate.check_ttl(ttl_seconds)
     session = client._session
-    connection = session.connect()
-    operation = Operation("copy_weights", connection.clock.now(), session=session)
+    link = session.link()
+    operation = Operation("copy_weights", link.clock.now(), session=session)
 
     project_id = destination_project_id or (session.project_id if into_session else None)
 
@@ -445,11 +442,11 @@ def copy_weights(
         )
         return str(found.tinker_path)
 
-    return connection.run(operation, work)
+    return link.operations.run(operation, work)
 
 
 def _unpickle(kind: type[_Rest], place: dict[str, Any], session_id: str | None) -> _Rest:
-    return kind(Handle._session_from(place, None))
+    return kind(BaseClient._session_from(place, None))
 
 
 def _parsed(tinker_path: str) -> ParsedCheckpointTinkerPath:

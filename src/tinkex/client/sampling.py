@@ -6,30 +6,26 @@ the limiter that all samplers of one service and key share: a 429 slows all of t
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import os
-import random
-import threading
 from typing import Any
 
 from tinkex.client._calls import validate
 from tinkex.client._calls.call import call
-from tinkex.client._calls.poll_batch import Batch
-from tinkex.client._calls.sample_call import Sample, cancel_on_service, run_sample
-from tinkex.client._runtime.base_client import Handle
-from tinkex.client._runtime.link import Connection
+from tinkex.client._calls.handshake import ready
+from tinkex.client._calls.sample_call import SampleCall, cancel_on_service, run_sample
+from tinkex.client._calls.sampling_session import SamplingSession
+from tinkex.client._http.transport import HTTPResponse
+from tinkex.client._runtime.base_client import BaseClient
+from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import NO_USAGE, Operation
 from tinkex.client._runtime.session import Session
-from tinkex.client.future import APIFuture
+from tinkex.client.future import APIFuture, finished, follow_up, reject, resolve
 from tinkex.client.stream import SampleStream
-from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
+from tinkex.errors import APIError, ClosedError, TinkexError, ValidationError
 from tinkex.events import Usage, counts_usage
 from tinkex.types import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     GetServerCapabilitiesResponse,
-    JoinSamplingSessionResponse,
     ModelInput,
     SampleResponse,
     SamplingParams,
@@ -38,11 +34,8 @@ from tinkex.types import (
 from tinkex.wire import endpoints, json_codec, requests
 from tinkex.wire.json_inputs import write_prompt
 
-SEQ_BLOCK = 1_000_000_000
-"""Copies of a sampler in other processes number their samples in blocks of their own (protocol.md §5.5)."""
 
-
-class SamplingClient(Handle):
+class SamplingClient(BaseClient):
     """Samples from one model. Made by `create_sampling_client` or `save_weights_and_get_sampling_client`."""
 
     def __init__(
@@ -56,17 +49,18 @@ class SamplingClient(Handle):
         is_copy: bool = False,
     ) -> None:
         super().__init__(session)
-        self._sampling_session_id = sampling_session_id
+        self._sampling = SamplingSession(sampling_session_id, is_copy)
         self.base_model = base_model
         self.model_path = model_path
         self._record_stability_info = record_stability_info
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._seq_ids = itertools.count()
-        self._needs_block = is_copy
-        self._joining: asyncio.Lock | None = None
         self._observe = self._observer()
-        self._batch_of: tuple[Connection, Batch] | None = None
+
+    @property
+    def sampling_session_id(self) -> str:
+        """The id of this sampler on the service; its events have it as `model_id`."""
+        return self._sampling.sampling_session_id
+
+    _sampling_session_id = sampling_session_id  # programs written for the official package reach for this name
 
     def sample(
         self,
@@ -88,12 +82,12 @@ class SamplingClient(Handle):
         >>> len(answer.sequences[0].tokens)
         4
         """
-        connection = self._session.connect()
+        link = self._session.link()
         params = validate.check_sampling(
             prompt,
             num_samples,
             sampling_params,
-            self._context_length(connection),
+            self._context_length(link),
             include_prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
@@ -101,7 +95,7 @@ class SamplingClient(Handle):
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
-        request = Sample(
+        request = SampleCall(
             prompt=prompt,
             num_samples=num_samples,
             params=params,
@@ -115,19 +109,19 @@ class SamplingClient(Handle):
         )
         operation = Operation(
             "sample",
-            connection.clock.now(),
-            seq_id=self._next_seq_id(),
-            model_id=self._sampling_session_id,
+            link.clock.now(),
+            seq_id=self._sampling.next_seq_id(),
+            model_id=self.sampling_session_id,
             session=self._session,
         )
         operation.observers = (self._observe,)
         operation.usage = self._usage(prompt)
-        if connection.dialect is not None:
-            write_prompt(prompt, connection.dialect)  # the long part of the body, on the caller's thread
-        connection.announce(operation)
-        future = connection.run(operation, lambda: run_sample(connection, operation, self, request))
-        if connection.dynamic.sample_cancel_enabled:
-            future.add_done_callback(lambda done: cancel_on_service(connection, operation, done))
+        if link.dialect is not None:
+            write_prompt(prompt, link.dialect)  # the long part of the body, on the caller's thread
+        link.operations.announce(operation)
+        future = link.operations.run(operation, lambda: run_sample(link, operation, self._sampling, request))
+        if link.dynamic.sample_cancel_enabled:
+            future.add_done_callback(lambda done: cancel_on_service(link, operation, done))
         return future
 
     _draw = sample  # programs that replace `sample` to count samples must not count log-probabilities
@@ -163,7 +157,7 @@ class SamplingClient(Handle):
         sampled = self._draw(
             prompt, 1, SamplingParams(max_tokens=1), True, prompt_logprobs_last_n=prompt_logprobs_last_n
         )
-        future: APIFuture[list[float | None]] = APIFuture(sampled._operation)
+        future: APIFuture[list[float | None]] = follow_up(sampled)
         sampled.add_done_callback(lambda done: _forward(done, future))
         future.add_done_callback(lambda done: sampled.cancel() if done.cancelled() else None)
         return future
@@ -184,9 +178,10 @@ class SamplingClient(Handle):
         >>> len([token for chunk in stream for token in chunk.tokens])
         4
         """
-        connection = self._session.connect()
-        params = validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(connection))
-        return SampleStream(self, prompt, num_samples, params)
+        link = self._session.link()
+        params = validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(link))
+        sample = SampleCall(prompt, num_samples, params)
+        return SampleStream(self._session, self._sampling, sample, lambda: self._usage(prompt))
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
@@ -211,8 +206,6 @@ class SamplingClient(Handle):
         record_stability_info: bool = False,
     ) -> APIFuture[SamplingClient]:
         """As `ServiceClient.create_sampling_client`, without waiting; `holder` is `ServiceClient.holder`."""
-        from tinkex.client.future import finished
-
         if sampling_session_id is None:
             return create_sampling_client(
                 holder, model_path=model_path, base_model=base_model, record_stability_info=record_stability_info
@@ -233,7 +226,7 @@ class SamplingClient(Handle):
         import json
 
         place, session_id = self._pickled()
-        fields = [place, session_id, self._sampling_session_id, self.base_model, self.model_path]
+        fields = [place, session_id, self.sampling_session_id, self.base_model, self.model_path]
         return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
 
     @staticmethod
@@ -254,70 +247,31 @@ class SamplingClient(Handle):
 
     # -- private ----------------------------------------------------------------------------------------------------
 
-    def _next_seq_id(self) -> int | None:
-        """The number of a sample, or None where a block of numbers must be had first (`_join`)."""
-        if self._pid != os.getpid():  # forked: the parent goes on with its own numbers
-            self._lock = threading.Lock()
-            self._pid = os.getpid()
-            self._joining = None
-            self._needs_block = True
-        with self._lock:
-            return None if self._needs_block else next(self._seq_ids)
-
-    async def _join(self, connection: Connection, operation: Operation) -> int:
-        """A copy in another process has a block of numbers of its own: asked for by one sample, all wait for it."""
-        if self._joining is None:
-            self._joining = asyncio.Lock()
-        async with self._joining:
-            if self._needs_block:
-                self._seq_ids = itertools.count(await self._block(connection, operation) * SEQ_BLOCK)
-                self._needs_block = False
-        with self._lock:
-            return next(self._seq_ids)
-
-    async def _block(self, connection: Connection, operation: Operation) -> int:
-        if connection.server.sample_join_sampling_session:
-            try:
-                body = requests.join_sampling_session(self._sampling_session_id)
-                answer = await call(connection, endpoints.JOIN_SAMPLING_SESSION, body, operation=operation)
-                return json_codec.read_content(JoinSamplingSessionResponse, answer.content).client_counter
-            except NotFoundError:
-                pass
-        # Drawn where it cannot be asked for. Wide enough that siblings do not meet, and all numbers fit 64 bits.
-        return random.SystemRandom().randrange(1 << 20, 1 << 33)
-
     def _usage(self, prompt: ModelInput) -> Usage:
         if not counts_usage():
             return NO_USAGE
         return Usage(prefill_tokens=validate.input_length(prompt) or 0, base_model=self.base_model or "")
 
-    def _batch(self, connection: Connection) -> Batch:
-        if self._batch_of is None or self._batch_of[0] is not connection:
-            self._batch_of = (connection, Batch(connection, self._sampling_session_id))
-        return self._batch_of[1]
-
-    def _context_length(self, connection: Connection) -> int | None:
-        return connection.context_lengths.get(self.base_model) if self.base_model else None
+    def _context_length(self, link: ServiceLink) -> int | None:
+        return link.context_lengths.get(self.base_model) if self.base_model else None
 
     def _base_model(self) -> APIFuture[str]:
-        from tinkex.client.future import finished
-
         if self.base_model:
             return finished(self.base_model)
 
-        def read(answer: Any) -> str:
-            found = json_codec.read_content(GetSamplerResponse, answer.content)
-            self.base_model = found.base_model
-            return found.base_model
+        def read(response: HTTPResponse) -> str:
+            sampler = json_codec.read_content(GetSamplerResponse, response.content)
+            self.base_model = sampler.base_model
+            return sampler.base_model
 
-        path = endpoints.GET_SAMPLER.url(sampler_id=self._sampling_session_id)
+        path = endpoints.GET_SAMPLER.url(sampler_id=self.sampling_session_id)
         return self._ask(endpoints.GET_SAMPLER, path=path, read=read)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (*self._pickled(), self._sampling_session_id, self.base_model, self.model_path)
+        return _unpickle, (*self._pickled(), self.sampling_session_id, self.base_model, self.model_path)
 
     def __repr__(self) -> str:
-        return f"<SamplingClient {self.model_path or self._sampling_session_id}>"
+        return f"<SamplingClient {self.model_path or self.sampling_session_id}>"
 
 
 def create_sampling_client(
@@ -332,44 +286,44 @@ def create_sampling_client(
         raise ValidationError("create_sampling_client needs base_model=… or model_path=tinker://…/sampler_weights/…")
     if model_path is not None:
         validate.check_sampler_path(model_path)
-    connection = session.connect()
+    link = session.link()
     operation = session.operation("create_sampling_session")
     sampling_seq = session.next_sampling_seq()
 
     async def work() -> SamplingClient:
         session_id = await session.id()
-        dialect = await connection.ready()
-        connection.loop.spawn(learn_context_lengths(session))
+        dialect = await ready(link)
+        link.loop.spawn(learn_context_lengths(session))
         body = requests.create_sampling_session(session_id, sampling_seq, base_model, model_path, dialect=dialect)
-        answer = await call(connection, endpoints.CREATE_SAMPLING_SESSION, body, operation=operation)
-        made = json_codec.read_content(CreateSamplingSessionResponse, answer.content)
+        response = await call(link, endpoints.CREATE_SAMPLING_SESSION, body, operation=operation)
+        created = json_codec.read_content(CreateSamplingSessionResponse, response.content)
         return SamplingClient(
             session,
-            made.sampling_session_id,
+            created.sampling_session_id,
             base_model=base_model,
             model_path=model_path,
             record_stability_info=record_stability_info,
         )
 
-    return connection.run(operation, work)
+    return link.operations.run(operation, work)
 
 
 async def learn_context_lengths(session: Session) -> None:
-    """Ask once per connection how long prompts may be, so that too long ones are refused before they are sent."""
+    """Ask once per link how long prompts may be, so that too long ones are rejected before they are sent."""
     try:
-        connection = session.connect()
-        if connection.context_lengths:
+        link = session.link()
+        if link.context_lengths:
             return
-        connection.context_lengths[""] = 0  # asked
-        answer = await call(
-            connection, endpoints.GET_SERVER_CAPABILITIES, operation=session.operation("capabilities"), attempts=1
+        link.context_lengths[""] = 0  # asked
+        response = await call(
+            link, endpoints.GET_SERVER_CAPABILITIES, operation=session.operation("capabilities"), max_attempts=1
         )
-        found = json_codec.read_content(GetServerCapabilitiesResponse, answer.content)
+        capabilities = json_codec.read_content(GetServerCapabilitiesResponse, response.content)
     except (APIError, ClosedError):
-        return  # the check is a courtesy: without it the service refuses
-    for model in found.supported_models:
+        return  # the check is a courtesy: without it the service rejects what is too long
+    for model in capabilities.supported_models:
         if model.model_name and model.max_context_length:
-            connection.context_lengths[model.model_name] = model.max_context_length
+            link.context_lengths[model.model_name] = model.max_context_length
 
 
 def _unpickle(
@@ -379,19 +333,17 @@ def _unpickle(
     base_model: str | None,
     model_path: str | None,
 ) -> SamplingClient:
-    session = Handle._session_from(place, session_id)
+    session = BaseClient._session_from(place, session_id)
     return SamplingClient(session, sampling_session_id, base_model=base_model, model_path=model_path, is_copy=True)
 
 
 def _forward(sampled: APIFuture[SampleResponse], future: APIFuture[list[float | None]]) -> None:
-    from tinkex.client.future import reject, resolve
-
     if sampled.cancelled():
         future.cancel()
         return
-    problem = sampled.exception()
-    if problem is not None:
-        reject(future, problem)
+    error = sampled.exception()
+    if error is not None:
+        reject(future, error)
         return
     logprobs = sampled.result().prompt_logprobs
     if logprobs is None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex import settings
 from tinkex.client._calls import validate
+from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.submit import submit
-from tinkex.client._runtime.base_client import Handle, warn_of_retry_config
+from tinkex.client._runtime.base_client import BaseClient, warn_of_retry_config
 from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
 from tinkex.client.sampling import SamplingClient, create_sampling_client, learn_context_lengths
@@ -35,7 +36,7 @@ _NATIVE = ("timeout_s", "max_retries", "unreachable_s", "deadline_s", "wait_line
            "ca_file", "tags", "cache_dir")  # fmt: skip
 
 
-class ServiceClient(Handle):
+class ServiceClient(BaseClient):
     """Makes training, sampling and REST clients that share one session. Close it, or use it with `with`.
 
     >>> with tinkex.ServiceClient() as client:  # the service and the key from TINKER_BASE_URL and TINKER_API_KEY
@@ -204,8 +205,8 @@ class ServiceClient(Handle):
         )
 
     def create_custom_loss(self, fn: Any, input_ranks: Mapping[str, Any]) -> APIFuture[Any]:
-        """Refused: losses of your own run in this process, by `TrainingClient.forward_backward_custom`."""
-        raise refuse_server_side_loss()
+        """Rejected: custom losses run in this process, by `TrainingClient.forward_backward_custom`."""
+        raise server_side_loss_error()
 
     def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
         """End the session: "success", "errored" or "interrupted". Heartbeats stop; what was accepted still runs."""
@@ -224,13 +225,12 @@ class ServiceClient(Handle):
         user_metadata: Mapping[str, Any] | None,
         optimizer: OptimizerConfig | None,
     ) -> APIFuture[TrainingClient]:
+        validate.check_lora(lora)
         validate.check_metadata(user_metadata)
-        if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
-            raise ValidationError("Nothing to train: leave at least one of train_mlp, train_attn, train_unembed True.")
         operation = self._session.operation("create_model")
-        connection = self._session.connect()
+        link = self._session.link()
         operation.observers = (self._observer(),)
-        return connection.run(operation, lambda: self._make(operation, base_model, lora, user_metadata, optimizer))
+        return link.operations.run(operation, lambda: self._make(operation, base_model, lora, user_metadata, optimizer))
 
     async def _make(
         self,
@@ -240,11 +240,11 @@ class ServiceClient(Handle):
         user_metadata: Mapping[str, Any] | None,
         optimizer: OptimizerConfig | None,
     ) -> TrainingClient:
-        connection = self._session.connect()
+        link = self._session.link()
         session_id = await self._session.id()
-        connection.loop.spawn(learn_context_lengths(self._session))
-        wait = await submit(
-            connection,
+        link.loop.spawn(learn_context_lengths(self._session))
+        accepted = await submit(
+            link,
             operation,
             endpoints.CREATE_MODEL,
             self._session.next_model_seq(),
@@ -252,8 +252,8 @@ class ServiceClient(Handle):
                 session_id, seq, base_model, lora, user_metadata, optimizer, dialect=dialect
             ),
         )
-        made = await wait
-        return TrainingClient(self._session, made.model_id, base_model=base_model)
+        created = await accepted.result()
+        return TrainingClient(self._session, created.model_id, base_model=base_model)
 
     def _from_state(
         self,
@@ -269,13 +269,13 @@ class ServiceClient(Handle):
         validate.check_state_path(path)
         validate.check_metadata(user_metadata)
         operation = self._session.operation("create_training_client_from_state")
-        connection = self._session.connect()
+        link = self._session.link()
 
         async def work() -> TrainingClient:
             session_id = await self._session.id()
-            if connection.server.create_model_via_load_weights:
-                wait = await submit(
-                    connection,
+            if link.server.create_model_via_load_weights:
+                accepted = await submit(
+                    link,
                     operation,
                     endpoints.LOAD_WEIGHTS,
                     self._session.next_model_seq(),
@@ -290,10 +290,10 @@ class ServiceClient(Handle):
                         weights_access_token,
                     ),
                 )
-                made = await wait
-                if made.model_id is None:
+                loaded = await accepted.result()
+                if loaded.model_id is None:
                     raise APIResponseValidationError(message="The service loaded the weights but named no model.")
-                return TrainingClient(self._session, made.model_id, base_model=base_model)
+                return TrainingClient(self._session, loaded.model_id, base_model=base_model)
             info, metadata = await self._saved(path, weights_access_token)
             # A service that does not say trained all parts: there was no other way when it was written.
             flags = {name: getattr(info, name) is not False for name in ("train_unembed", "train_mlp", "train_attn")}
@@ -306,13 +306,13 @@ class ServiceClient(Handle):
             await load(path, weights_access_token)
             return client
 
-        return connection.run(operation, work)
+        return link.operations.run(operation, work)
 
     def _from_run(self, model_id: str) -> APIFuture[TrainingClient]:
         if not isinstance(model_id, str) or not model_id:
             raise ValidationError("model_id must be the id of a training run, as `TrainingClient.model_id` gives it.")
         operation = self._session.operation("create_training_client_from_run")
-        connection = self._session.connect()
+        link = self._session.link()
 
         async def work() -> TrainingClient:
             info: GetInfoResponse = await self._ask(
@@ -323,18 +323,18 @@ class ServiceClient(Handle):
                     "This service does not say how far a run has come, so no second client can go on with it. "
                     "Use create_training_client_from_state_with_optimizer with a path that save_state gave."
                 )
-            connection.loop.spawn(learn_context_lengths(self._session))
+            link.loop.spawn(learn_context_lengths(self._session))
             base_model = info.model_name or info.model_data.model_name
             return TrainingClient(self._session, info.model_id, base_model=base_model, next_seq_id=info.last_seq_id + 1)
 
-        return connection.run(operation, work)
+        return link.operations.run(operation, work)
 
     async def _saved(
         self, path: str, weights_access_token: str | None
     ) -> tuple[WeightsInfoResponse, dict[str, str] | None]:
         """What was saved: weights_info where the service has it, else what its run says (services before 0.6)."""
-        connection = self._session.connect()
-        if await connection.ready() is Dialect.PROTO:
+        link = self._session.link()
+        if await ready(link) is Dialect.PROTO:
             try:
                 headers = {"x-api-key": weights_access_token} if weights_access_token else None
                 info = await self._ask(
@@ -364,7 +364,8 @@ class ServiceClient(Handle):
         return f"<ServiceClient {self._session.config.base_url}>"
 
 
-def refuse_server_side_loss() -> ValidationError:
+def server_side_loss_error() -> ValidationError:
+    """Return the error for losses that would run on the service."""
     return ValidationError(
         "Losses that run on the service (create_custom_loss, LossHandle) are not offered. Pass the function itself to "
         "TrainingClient.forward_backward_custom(data, fn): it runs here, in a worker thread between two passes."
@@ -384,7 +385,7 @@ def _set_log_level() -> None:
 def _unpickle(place: dict[str, Any], session_id: str | None) -> ServiceClient:
     client = ServiceClient.__new__(ServiceClient)
     # A copy makes models of its own: it opens a session of its own, so that numbers cannot meet.
-    Handle.__init__(client, Handle._session_from(place, None))
+    BaseClient.__init__(client, BaseClient._session_from(place, None))
     return client
 
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import NamedTuple
 
-from tinkex.client._calls.call import error_of
-from tinkex.client._calls.sample_call import Sample
-from tinkex.client._runtime import tracing
-from tinkex.client._runtime.link import Connection
-from tinkex.client._runtime.loop import on_own_loop
+from tinkex.client._calls.event_stream import open_event_stream, read_events
+from tinkex.client._calls.handshake import ready
+from tinkex.client._calls.sample_call import SampleAttempts, SampleCall, run_sample
+from tinkex.client._calls.sampling_session import SamplingSession
+from tinkex.client._http.transport import StreamedResponse
+from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
-from tinkex.client.future import APIFuture
-from tinkex.errors import (
-    APIResponseValidationError,
-    ClosedError,
-    RequestFailedError,
-    StreamAlreadyConsumed,
-    WrongThread,
-)
-from tinkex.types.inputs import ModelInput
-from tinkex.types.sampling import SampleResponse, SamplingParams
-from tinkex.wire import endpoints, json_codec, sse
-
-if TYPE_CHECKING:
-    from tinkex.client.sampling import SamplingClient
+from tinkex.client._runtime.pump import Pump
+from tinkex.client._runtime.session import Session
+from tinkex.errors import APIResponseValidationError, RequestFailedError, StreamAlreadyConsumed
+from tinkex.events import Usage
+from tinkex.types.sampling import SampleResponse
+from tinkex.wire import endpoints, json_codec
+from tinkex.wire.body import Body
 
 
 class StreamChunk(NamedTuple):
@@ -41,153 +33,90 @@ class StreamChunk(NamedTuple):
 
 
 class SampleStream:
-    """An iterator of `StreamChunk`; afterwards `.response` is the whole `SampleResponse`."""
+    """An iterator of `StreamChunk`; afterwards `.response` is the whole `SampleResponse`. One operation in all."""
 
-    def __init__(self, client: SamplingClient, prompt: ModelInput, num_samples: int, params: SamplingParams) -> None:
-        self._client = client
-        self._request = Sample(prompt, num_samples, params)
+    def __init__(
+        self, session: Session, sampling: SamplingSession, sample: SampleCall, usage: Callable[[], Usage]
+    ) -> None:
+        self._session = session
+        self._sampling = sampling
+        self._sample = sample
+        self._usage = usage
         self._is_taken = False
         self.response: SampleResponse | None = None
 
     def __iter__(self) -> Iterator[StreamChunk]:
-        if on_own_loop():
-            raise WrongThread("A stream cannot be read on the SDK's own loop thread.")
-        source = self._open()
-
-        def steps() -> Iterator[StreamChunk]:
-            connection = self._client._session.connect()
-            step: APIFuture[StreamChunk | None] | None = None
-            try:
-                while True:
-                    step = connection.run(self._step(), lambda: _next(source))
-                    chunk = step.result()
-                    if chunk is None:
-                        return
-                    yield chunk
-            finally:
-                if step is not None:
-                    step.cancel()  # who leaves while the next token is awaited (Ctrl-C) leaves it inside the generator
-                connection.loop.post(lambda: connection.loop.spawn(_close(source)))
-
-        return steps()
+        return iter(self._pump())
 
     def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        source = self._open()
+        return aiter(self._pump())
 
-        async def steps() -> AsyncIterator[StreamChunk]:
-            connection = self._client._session.connect()
-            step: APIFuture[StreamChunk | None] | None = None
-            try:
-                while True:
-                    step = connection.run(self._step(), lambda: _next(source))
-                    chunk = await step
-                    if chunk is None:
-                        return
-                    yield chunk
-            finally:
-                if step is not None:
-                    step.cancel()  # who leaves while the next token is awaited (Ctrl-C) leaves it inside the generator
-                connection.loop.post(lambda: connection.loop.spawn(_close(source)))
-
-        return steps()
-
-    def _operation(self) -> Operation:
-        session = self._client._session
-        model_id = self._client._sampling_session_id
-        return Operation("stream", session.connect().clock.now(), model_id=model_id, session=session)
-
-    def _step(self) -> Operation:
-        step = self._operation()
-        step.is_part = True
-        return step
-
-    def _open(self) -> Any:
+    def _pump(self) -> Pump[StreamChunk]:
         if self._is_taken:
             raise StreamAlreadyConsumed("This stream was read already. Call stream() again for another sample.")
         self._is_taken = True
-        return self._chunks()
+        link = self._session.link()
+        model_id = self._sampling.sampling_session_id
+        operation = Operation("stream", link.clock.now(), model_id=model_id, session=self._session)
+        operation.usage = self._usage()
+        return Pump(link, operation, lambda put: self._receive(link, operation, put))
 
-    async def _chunks(self) -> AsyncIterator[StreamChunk]:
-        """The whole stream as one operation, however many steps read it."""
-        connection = self._client._session.connect()
-        operation = self._operation()
-        connection.begin(operation)
-        error: BaseException | None = None
-        try:
-            async with aclosing(self._received(connection, operation)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except asyncio.CancelledError:
-            error = ClosedError("the stream was given up")
-            raise
-        except Exception as problem:
-            error = problem
-            raise
-        finally:
-            connection.end(operation, error)
-
-    async def _received(self, connection: Connection, operation: Operation) -> AsyncGenerator[StreamChunk, None]:
-        dialect = await connection.ready()
-        if not connection.extensions.get("stream"):
-            wanted = self._request
-            self.response = await self._client.sample(wanted.prompt, wanted.num_samples, wanted.params)
+    async def _receive(
+        self, link: ServiceLink, operation: Operation, put: Callable[[StreamChunk], None]
+    ) -> SampleResponse:
+        dialect = await ready(link)
+        operation.seq_id = self._sampling.next_seq_id()
+        if operation.seq_id is None:
+            operation.seq_id = await self._sampling.join(link, operation)
+        link.operations.announce(operation)
+        if not link.extensions.get("stream"):
+            self.response = await run_sample(link, operation, self._sampling, self._sample)
             for index, sequence in enumerate(self.response.sequences):
-                yield StreamChunk(index, sequence.tokens, sequence.logprobs, sequence.stop_reason)
-            return
-        seq_id = self._client._next_seq_id()
-        if seq_id is None:
-            seq_id = await self._client._join(connection, operation)
-        operation.seq_id = seq_id
-        operation.usage = self._client._usage(self._request.prompt)
-        connection.announce(operation)
-        body = self._request.body(self._client._sampling_session_id, seq_id, dialect)
-        headers = {
-            **connection.base_headers,
-            "x-api-key": connection.auth.header,
-            "content-type": body.content_type,
-            "accept": "text/event-stream",
-        }
-        tracing.inject(headers)
-        url = f"{connection.config.base_url}{endpoints.SAMPLE_STREAM.path}"
-        pool = endpoints.SAMPLE_STREAM.pool
-        timeout_s = connection.config.timeout_s
-        async with connection.transport.open(pool, "POST", url, headers, body.content, timeout_s) as answer:
-            if answer.status >= 400:
-                raise error_of(connection, await answer.whole(), endpoints.SAMPLE_STREAM)
-            decoder = sse.Decoder()
-            async for data in answer.chunks():
-                for event in decoder.feed(data):
-                    if event.event == "token":
-                        yield _token(event.data)
-                    elif event.event == "done":
-                        self.response = json_codec.read_content(SampleResponse, event.data.encode())
-                        operation.learn(self.response)
-                        for index, sequence in enumerate(self.response.sequences):
-                            yield StreamChunk(index, [], None, sequence.stop_reason)
-                        return
-                    elif event.event == "error":
-                        found = json_codec.decode_answer(event.data.encode())
-                        raise RequestFailedError(str(found.get("error")), "", found.get("category", "unknown"))
-        raise APIResponseValidationError(None, None, "The stream ended before the service said it was done.")
+                put(StreamChunk(index, sequence.tokens, sequence.logprobs, sequence.stop_reason))
+            return self.response
+        body = self._sample.body(self._sampling.sampling_session_id, operation.seq_id, dialect)
+        await link.limiter.samples.acquire()
+        try:
+            self.response = await _stream(link, operation, body, put)
+        finally:
+            link.limiter.samples.release()
+        for index, sequence in enumerate(self.response.sequences):
+            put(StreamChunk(index, [], None, sequence.stop_reason))
+        return self.response
 
 
-async def _close(source: Any) -> None:
-    """A generator cannot be closed while somebody is inside it: wait until the cancelled step has left."""
-    while source.ag_running:
-        await asyncio.sleep(0.01)
-    await source.aclose()
+async def _stream(
+    link: ServiceLink, operation: Operation, body: Body, put: Callable[[StreamChunk], None]
+) -> SampleResponse:
+    """Open the stream, repeating that until its first byte is here; then read it. It is not resumed."""
+    attempts = SampleAttempts(link, operation, endpoints.SAMPLE_STREAM.name, body)
 
+    async def open_once(attempt: int) -> StreamedResponse:
+        await attempts.enter(attempt)
+        try:
+            return await open_event_stream(link, endpoints.SAMPLE_STREAM, body, key=attempts.key, attempt=attempt)
+        finally:
+            attempts.leave()
 
-async def _next(source: Any) -> StreamChunk | None:
+    response = await attempts.run(open_once)
     try:
-        return await anext(source)
-    except StopAsyncIteration:
-        return None
+        attempts.note_accepted()
+        async for event in read_events(response):
+            if event.event == "token":
+                put(_chunk(event.data))
+            elif event.event == "done":
+                return json_codec.read_content(SampleResponse, event.data.encode())
+            elif event.event == "error":
+                failure = json_codec.decode_answer(event.data.encode())
+                raise RequestFailedError(str(failure.get("error")), "", failure.get("category", "unknown"))
+    finally:
+        response.close()
+    raise APIResponseValidationError(None, None, "The stream ended before the service said it was done.")
 
 
-def _token(data: str) -> StreamChunk:
-    found = json_codec.decode_answer(data.encode())
+def _chunk(data: str) -> StreamChunk:
+    token = json_codec.decode_answer(data.encode())
     try:
-        return StreamChunk(int(found.get("index", 0)), list(found["tokens"]), found.get("logprobs"))
+        return StreamChunk(int(token.get("index", 0)), list(token["tokens"]), token.get("logprobs"))
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise APIResponseValidationError(body=found, message=f"The stream brought no tokens: {data:.200}") from None
+        raise APIResponseValidationError(body=token, message=f"The stream brought no tokens: {data:.200}") from None

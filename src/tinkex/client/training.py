@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tinkex.client import custom_loss
 from tinkex.client._calls import chunks, validate
-from tinkex.client._calls.chunks import estimate
-from tinkex.client._runtime.base_client import Handle, warn_of_retry_config
-from tinkex.client._runtime.lane import Lane, Turn, inside_custom_loss
+from tinkex.client._calls.submit import Encode
+from tinkex.client._calls.training_calls import CustomLossCall, PassCall, SingleCall
+from tinkex.client._runtime.base_client import BaseClient, warn_of_retry_config
 from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE
+from tinkex.client._runtime.operation_queue import OperationQueue
 from tinkex.client._runtime.session import Session
-from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.client.future import APIFuture
 from tinkex.errors import TinkexError, ValidationError
@@ -45,14 +44,14 @@ if TYPE_CHECKING:
     from tinkex.client.sampling import SamplingClient
 
 
-class TrainingClient(Handle):
+class TrainingClient(BaseClient):
     """Trains one adapter. Made by `ServiceClient.create_lora_training_client` and its relatives."""
 
     def __init__(self, session: Session, model_id: str, *, base_model: str | None = None, next_seq_id: int = 1) -> None:
         super().__init__(session)
         self.model_id = model_id
         self.base_model = base_model
-        self._lane = Lane(session, model_id, next_seq_id, self._observer())
+        self._queue = OperationQueue(session, model_id, next_seq_id, self._observer())
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -97,11 +96,10 @@ class TrainingClient(Handle):
             raise ValidationError(f"loss_type_input={loss_type_input!r}: only 'logprobs' is offered.")
         if not callable(loss_fn):
             raise ValidationError(f"forward_backward_custom takes a function, got {type(loss_fn).__name__}.")
-        kept = validate.check_data(data, None)
-        chunks = self._split(kept)
-        usage = self._usage(kept, trains=True, prefills=True)
-        program = self._custom(kept, chunks, loss_fn)
-        return self._lane.submit("forward_backward_custom", program, 2 * len(chunks), usage=usage)
+        checked = validate.check_data(data, None)
+        usage = self._usage(checked, trains=True, prefills=True)
+        call = CustomLossCall(self._queue, checked, self._split(checked), loss_fn)
+        return self._queue.submit("forward_backward_custom", call, usage=usage)
 
     async def forward_backward_custom_async(
         self, data: Sequence[Datum], loss_fn: CustomLossFn, *, loss_type_input: str | None = None
@@ -120,10 +118,10 @@ class TrainingClient(Handle):
         """
         if optim_params is not None and adam_params is not None:
             raise ValidationError("optim_step takes optim_params or adam_params, not both.")
-        given = adam_params if optim_params is None else optim_params
-        if given is None:
+        chosen = adam_params if optim_params is None else optim_params
+        if chosen is None:
             raise ValidationError("optim_step needs its parameters, for example AdamParams(learning_rate=1e-4).")
-        params = validate.check_adam(given)
+        params = validate.check_adam(chosen)
         rate: float | None = getattr(params, "learning_rate", None)  # an optimizer of the future may have none
         return self._single(
             "optim_step",
@@ -208,10 +206,10 @@ class TrainingClient(Handle):
                 self.model_id, seq, name, ttl_seconds=ttl_seconds, user_metadata=user_metadata, dialect=dialect
             )
 
-        def read(answer: Any) -> SaveWeightsForSamplerResponse:
-            if answer.path is None:
+        def read(response: Any) -> SaveWeightsForSamplerResponse:
+            if response.path is None:
                 raise TinkexError(f"The service saved {name!r} for sampling but named no path.")
-            return SaveWeightsForSamplerResponse(path=answer.path)
+            return SaveWeightsForSamplerResponse(path=response.path)
 
         return self._single("save_weights_for_sampler", endpoints.SAVE_WEIGHTS_FOR_SAMPLER, encode, read)
 
@@ -311,10 +309,10 @@ class TrainingClient(Handle):
     # -- private ----------------------------------------------------------------------------------------------------
 
     def _split(self, data: list[Datum]) -> list[list[Datum]]:
-        connection = self._session.connect()
-        if connection.dialect is Dialect.JSON:
+        link = self._session.link()
+        if link.dialect is Dialect.JSON:
             return chunks.split(data, *chunks.JSON_LIMITS)
-        server = connection.server
+        server = link.server
         return chunks.split(data, server.fwdbwd_max_chunk_len, server.fwdbwd_max_chunk_bytes_count)
 
     def _pass(
@@ -325,17 +323,12 @@ class TrainingClient(Handle):
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        kept = validate.check_data(data, loss_fn)
-        chunks = self._split(kept)
-        config = validate.check_loss_config(loss_fn_config)
-
-        async def program(turn: Turn) -> Coroutine[Any, Any, ForwardBackwardOutput]:
-            waits = await _send_chunks(turn, endpoint, self.model_id, chunks, loss_fn, config)
-            return _joined(waits, endpoint is endpoints.FORWARD)
-
+        checked = validate.check_data(data, loss_fn)
+        config = validate.check_loss_config(loss_fn_config, loss_fn)
         is_forward = endpoint is endpoints.FORWARD
-        usage = self._usage(kept, trains=not is_forward, prefills=is_forward)
-        return self._lane.submit(kind, program, len(chunks), usage=usage)
+        usage = self._usage(checked, trains=not is_forward, prefills=is_forward)
+        call = PassCall(endpoint, self.model_id, self._split(checked), loss_fn, config)
+        return self._queue.submit(kind, call, usage=usage)
 
     def _usage(self, data: list[Datum], *, trains: bool, prefills: bool) -> Usage:
         if not counts_usage():
@@ -343,44 +336,15 @@ class TrainingClient(Handle):
         tokens = sum(validate.input_length(datum.model_input) or 0 for datum in data)
         return Usage(tokens * trains, tokens * prefills, base_model=self.base_model or "")
 
-    def _custom(
-        self, data: list[Datum], chunks: list[list[Datum]], loss_fn: CustomLossFn
-    ) -> Callable[[Turn], Coroutine[Any, Any, Coroutine[Any, Any, ForwardBackwardOutput]]]:
-        def evaluate(output: ForwardBackwardOutput) -> custom_loss.Surrogate:
-            inside_custom_loss.lane = self._lane
-            try:
-                return custom_loss.surrogate(data, output, loss_fn)
-            finally:
-                inside_custom_loss.lane = None
-
-        async def program(turn: Turn) -> Coroutine[Any, Any, ForwardBackwardOutput]:
-            plain = [[custom_loss.for_forward(datum) for datum in chunk] for chunk in chunks]
-            waits = await _send_chunks(turn, endpoints.FORWARD, self.model_id, plain, "cross_entropy", None)
-            output = await _joined(waits, True)
-            found = await in_thread(lambda: evaluate(output), "tinkex-custom-loss")
-            position = 0
-            second = []
-            for chunk in chunks:
-                second.append(found.data[position : position + len(chunk)])
-                position += len(chunk)
-            waits = await _send_chunks(turn, endpoints.FORWARD_BACKWARD, self.model_id, second, "cross_entropy", None)
-            return _finished_custom(waits, found)
-
-        return program
-
     def _single(
         self,
         kind: str,
         endpoint: Endpoint,
-        encode: Callable[[int, Dialect], Body],
+        encode: Encode,
         read: Callable[[Any], Any] | None = None,
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> APIFuture[Any]:
-        async def program(turn: Turn) -> Coroutine[Any, Any, Any]:
-            wait = await turn.send(endpoint, encode)
-            return wait if read is None else _then(wait, read)
-
-        return self._lane.submit(kind, program, metrics=metrics)
+        return self._queue.submit(kind, SingleCall(endpoint, encode, read), metrics=metrics)
 
     def _load(self, path: str, *, optimizer: bool, weights_access_token: str | None) -> APIFuture[LoadWeightsResponse]:
         validate.check_state_path(path)
@@ -409,12 +373,12 @@ class TrainingClient(Handle):
         def encode(seq: int, dialect: Dialect) -> Body:
             return requests.save_weights_for_sampler(self.model_id, seq, None, sampling_seq, dialect=dialect)
 
-        def read(answer: Any) -> SamplingClient:
-            if answer.sampling_session_id is None:
+        def read(response: Any) -> SamplingClient:
+            if response.sampling_session_id is None:
                 raise TinkexError("The service saved the weights but gave no sampler for them.")
             return SamplingClient(
                 self._session,
-                answer.sampling_session_id,
+                response.sampling_session_id,
                 base_model=self.base_model,
                 record_stability_info=record_stability_info,
             )
@@ -425,7 +389,7 @@ class TrainingClient(Handle):
         return self._ask(endpoints.GET_INFO, lambda dialect: requests.get_info(self.model_id, dialect=dialect))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (*self._pickled(), self.model_id, self.base_model, self._lane.next_seq_id)
+        return _unpickle, (*self._pickled(), self.model_id, self.base_model, self._queue.next_seq_id)
 
     def __repr__(self) -> str:
         return f"<TrainingClient {self.model_id}>"
@@ -434,67 +398,5 @@ class TrainingClient(Handle):
 def _unpickle(
     place: dict[str, Any], session_id: str | None, model_id: str, base_model: str | None, next_seq_id: int
 ) -> TrainingClient:
-    session = Handle._session_from(place, session_id)
+    session = BaseClient._session_from(place, session_id)
     return TrainingClient(session, model_id, base_model=base_model, next_seq_id=next_seq_id)
-
-
-async def _send_chunks(
-    turn: Turn,
-    endpoint: Endpoint,
-    model_id: str,
-    chunks: list[list[Datum]],
-    loss_fn: str,
-    config: Mapping[str, float | str] | None,
-) -> list[Coroutine[Any, Any, Any]]:
-    """Submit chunk after chunk, each after the one before was accepted; returns the waits for their results."""
-    is_forward = endpoint is endpoints.FORWARD
-    waits: list[Coroutine[Any, Any, Any]] = []
-    for chunk in chunks:
-
-        def encode(seq: int, dialect: Dialect, chunk: list[Datum] = chunk) -> Body:
-            return requests.forward_backward(model_id, seq, chunk, loss_fn, config, is_forward, dialect=dialect)
-
-        try:
-            waits.append(await turn.send(endpoint, encode, sum(map(estimate, chunk))))
-        except BaseException as problem:
-            for wait in waits:
-                wait.close()
-            if not isinstance(problem, Exception):
-                raise
-            raise _partly_applied(problem, len(waits), len(chunks), is_forward) from problem.__cause__
-    return waits
-
-
-async def _joined(waits: list[Coroutine[Any, Any, Any]], is_forward: bool) -> ForwardBackwardOutput:
-    outputs: list[ForwardBackwardOutput] = []
-    try:
-        for wait in waits:
-            outputs += [await wait]
-    except Exception as problem:
-        raise _partly_applied(problem, len(outputs), len(waits), is_forward) from None
-    finally:
-        for wait in waits[len(outputs) :]:
-            wait.close()
-    return chunks.join(outputs)
-
-
-async def _finished_custom(
-    waits: list[Coroutine[Any, Any, Any]], found: custom_loss.Surrogate
-) -> ForwardBackwardOutput:
-    return custom_loss.with_metrics(await _joined(waits, False), found)
-
-
-async def _then(wait: Coroutine[Any, Any, Any], read: Callable[[Any], Any]) -> Any:
-    return read(await wait)
-
-
-def _partly_applied(problem: Exception, applied: int, chunks: int, is_forward: bool) -> Exception:
-    """Say which chunks of a call went through, and how to be rid of their gradient."""
-    if chunks > 1 and not is_forward and isinstance(problem, TinkexError):
-        remedy = (
-            f" This call was sent as {chunks} chunks; chunk {applied + 1} failed"
-            + (f", the {applied} before it were accepted and their gradient counts" if applied else ", none before it")
-            + ". To discard that gradient, load the last saved state, or call optim_step with learning_rate=0."
-        )
-        problem.args = (f"{problem.args[0] if problem.args else problem}{remedy}", *problem.args[1:])
-    return problem

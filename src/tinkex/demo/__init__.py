@@ -1,4 +1,6 @@
-"""What `tinkex demo` shows: a small model that learns one thing from examples, or by trial and error.
+"""The two demos of `tinkex demo`: a small model learns from examples, or from rewards (reinforcement learning).
 
-It is a program like any user's: it knows the clients and `tinkex.local`, and nothing of the server or the engine.
+A demo is a program like any user's: it uses the clients and `tinkex.local`, and nothing of the server or the engine.
+
+Others import: supervised, reinforced (one demo each), stage (the folder, the service and the saved state of a demo).
 """

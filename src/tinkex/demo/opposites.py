@@ -1,4 +1,4 @@
-"""The task of the second demo: say the opposite, in one word. Nobody shows how; every answer is given points."""
+"""The task of the second demo: name the opposite of a word, in one word. Every completion gets a reward."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAIRS = [
 
 
 def questions(seed: int, step: int, count: int) -> list[tuple[str, str]]:
-    """Prompt and answer of some words, others at every step."""
+    """Return prompts with the expected words; each step has others."""
     chosen = random.Random(f"{seed}/{step}").sample(PAIRS, count)
     return [(f"The opposite of {word} is", opposite) for word, opposite in chosen]
 
 
-def reward(answer: str, wanted: str) -> float:
-    """1 for the word alone, 0.5 for the word and more, 0 for another word. Quotes and a full stop do not matter."""
-    said = answer.removesuffix("<|im_end|>").strip().strip("\"'").lower()
-    if re.fullmatch(rf"{wanted}[\"']?\.?[\"']?", said):
+def reward(completion: str, expected: str) -> float:
+    """Return 1 for the word alone, 0.5 with more words, 0 for another word. Quotes and full stops are ignored."""
+    text = completion.removesuffix("<|im_end|>").strip().strip("\"'").lower()
+    if re.fullmatch(rf"{expected}[\"']?\.?[\"']?", text):
         return 1.0
-    return 0.5 if re.match(rf"{wanted}\b", said) else 0.0
+    return 0.5 if re.match(rf"{expected}\b", text) else 0.0

@@ -1,4 +1,4 @@
-"""The task of the first demo: turn an order in plain words into JSON. Made up here, so nothing has to be downloaded."""
+"""The task of the first demo: turn an order in plain words into JSON. The examples are generated, not downloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLOURS = "red blue green yellow black white grey purple orange brown".split()
 HELD_OUT_NAMES = "Alice Bruno Diana Oscar Nina Marco Stella Tom".split()
 HELD_OUT_CITIES = "Berlin Paris Rome Porto Geneva Chicago London Bern".split()
 HELD_OUT_ITEMS = "vases boots spoons jackets guitars umbrellas".split()
-"""Words that no example has: whoever learned the examples by heart gets these wrong."""
+"""Words that appear in no example: a model that has only memorised the examples gets these wrong."""
 SENTENCES = (
     "{name} from {city} wants {count} {colour} {item}.",
     "Please send {count} {colour} {item} to {name} in {city}.",
@@ -52,18 +52,18 @@ class Order(NamedTuple):
 
 
 def example(seed: int, number: int) -> Order:
-    """One of as many examples as are wanted; the same number is the same example."""
+    """Return one of any number of examples. The same number always gives the same example."""
     return _order(random.Random(f"{seed}/{number}"), NAMES, CITIES, ITEMS)
 
 
 def held_out(count: int) -> list[Order]:
-    """The questions of the exam, always the same."""
+    """Return the test questions, always the same."""
     dice = random.Random("held out")
     return [_order(dice, HELD_OUT_NAMES, HELD_OUT_CITIES, HELD_OUT_ITEMS) for _ in range(count)]
 
 
 def is_right(answer: str, order: Order) -> bool:
-    """Whether it is JSON with exactly the values wanted, and nothing else."""
+    """Whether the answer is JSON with exactly the expected values, and nothing else."""
     try:
         return bool(json.loads(answer) == order.wanted)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The first demo: a model learns from examples to turn orders into JSON, and is examined on words it has never seen."""
+"""The first demo: a model learns from examples to turn orders into JSON, and is tested on words it has never seen."""
 
 from __future__ import annotations
 
@@ -15,53 +15,55 @@ STEPS, BATCH, RANK = 20, 8, 16
 RATE, WARM_UP = 1e-3, 4
 EXAM, SHOWN = 20, 3
 IN_FLIGHT = 2
-"""Steps that are sent before the first of them is answered: the service never waits for us."""
+"""Steps that are sent before the first of them has its result: the service never waits for the client."""
 
 
 def run(stage: Stage) -> tuple[int, int]:
-    """The whole demo. How many of the exam's answers were right before, and after."""
-    memory = stage.memory
-    say(f"tinkex demo: {memory.model} learns to turn orders into JSON, on this machine.\n")
+    """Run the demo; return how many test answers were right before and after training."""
+    state = stage.state
+    say(f"tinkex demo: {state.model} learns to turn orders into JSON, on this machine.\n")
     exam = orders.held_out(EXAM)
     with stage.service() as service:
-        if not memory.answers:
-            say(f"Before: {EXAM} orders that it will never be trained on …")
-            base = service.create_sampling_client(base_model=memory.model)
-            memory.answers = ask(base, exam)
-            stage.remember()
-        before = report(exam, memory.answers)
+        if not state.answers:
+            say(f"Before: {EXAM} orders that the model is never trained on …")
+            base = service.create_sampling_client(base_model=state.model)
+            state.answers = ask(base, exam)
+            stage.save_state()
+        before = report(exam, state.answers)
         training, start, is_open = stage.training(service, RANK)
         tokenizer = training.get_tokenizer()
         say(
-            f"\nTraining: {memory.steps} steps of {BATCH} examples; LoRA, rank {RANK}. "
-            "Ctrl-C pauses; run again, it goes on."
+            f"\nTraining: {state.steps} steps of {BATCH} examples; LoRA, rank {RANK}. "
+            "Ctrl-C pauses; run the command again to continue."
         )
         sent: list[APIFuture[Any]] = []
-        with progress(training, memory.steps, start=start) as shown:
+        with progress(training, state.steps, start=start) as shown:
             for step in shown:
-                if step > start or not is_open:  # else its gradient is there: the stop came between the two calls
-                    batch = [orders.example(memory.seed, step * BATCH + row) for row in range(BATCH)]
+                if (
+                    step > start or not is_open
+                ):  # else the stop came between the two calls, and the gradient is already there
+                    batch = [orders.example(state.seed, step * BATCH + row) for row in range(BATCH)]
                     training.forward_backward([datum(tokenizer, order) for order in batch], "cross_entropy")
-                sent.append(training.optim_step(AdamParams(learning_rate=rate(step, memory.steps))))
+                sent.append(training.optim_step(AdamParams(learning_rate=rate(step, state.steps))))
                 if len(sent) > IN_FLIGHT:
                     sent.pop(0).result()
         say("\n" + draw([step.loss for step in stage.steps(service)], "loss per token"))
         say(f"\nAfter: the same {EXAM} orders …")
-        path = stage.keep(service, training)
+        path = stage.save_adapter(service, training)
         after = report(exam, ask(service.create_sampling_client(model_path=path), exam))
-    stage.forget()
+    stage.clear_state()
     say(f"\n{before} of {EXAM} right before, {after} of {EXAM} after.")
-    stage.closing_words(path)
+    stage.print_next_steps(path)
     return before, after
 
 
 def rate(step: int, steps: int) -> float:
-    """Up for a few steps, then down to a tenth."""
+    """Return the learning rate: it rises for a few steps, then falls to a tenth."""
     return RATE * min(1.0, (step + 1) / WARM_UP) * (1.0 - 0.9 * step / steps)
 
 
 def datum(tokenizer: Any, order: orders.Order) -> Datum:
-    """The question and its answer; only the answer counts."""
+    """Return question and answer as a datum; only the answer has weight."""
     question, answer = tokenizer.encode(order.prompt), tokenizer.encode(order.answer)
     tokens = question + answer
     weights = [0.0] * (len(question) - 1) + [1.0] * len(answer)
@@ -69,15 +71,15 @@ def datum(tokenizer: Any, order: orders.Order) -> Datum:
 
 
 def ask(sampler: SamplingClient, exam: list[orders.Order]) -> list[str]:
-    """All at once; the likeliest answer to each."""
+    """Return the most likely answer to each order, sampled all at once."""
     tokenizer = sampler.get_tokenizer()
     params = SamplingParams(max_tokens=orders.MOST_TOKENS, temperature=0.0, stop=[orders.STOP])
-    asked = [sampler.sample(ModelInput.from_ints(tokenizer.encode(order.prompt)), 1, params) for order in exam]
-    return [tokenizer.decode(answer.result().sequences[0].tokens) for answer in asked]
+    futures = [sampler.sample(ModelInput.from_ints(tokenizer.encode(order.prompt)), 1, params) for order in exam]
+    return [tokenizer.decode(future.result().sequences[0].tokens) for future in futures]
 
 
 def report(exam: list[orders.Order], answers: list[str]) -> int:
-    """Show a few answers; how many of all are right."""
+    """Print a few answers; return how many of all are right."""
     rights = [orders.is_right(answer, order) for order, answer in zip(exam, answers, strict=True)]
     for order, answer, is_right in list(zip(exam, answers, rights, strict=True))[:SHOWN]:
         say(f"  {order.text}\n    {'right' if is_right else 'wrong'}: {' '.join(answer.split())[:100]}")

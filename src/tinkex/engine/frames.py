@@ -1,11 +1,20 @@
-"""The bytes between server and engine, and in the journal: a JSON head, then raw buffers. Never pickle.
+"""Frames, the bytes of commands and replies; packets, the frames on the engine's pipe. Never pickle.
 
-    4 bytes  length of the head (little-endian)
+A frame is a JSON head, then raw buffers. Numbers keep their packed form: what came in a protobuf body goes to the
+engine as it is. All numbers here are little-endian.
+
+    4 bytes  length of the head
     8 bytes  length of all buffers together
     head     {"op": …, …, "_sizes": [bytes of each buffer]}
     buffers  end to end
 
-Numbers keep their packed form: what came in a protobuf body goes to the engine as it is.
+A packet is a frame behind a header with what the pipe alone needs to know. The journal stores frames, and the bytes it
+stored are what the engine reads: without the header they would be decoded and encoded again to add two fields.
+
+    8 bytes  number of the request; its replies have the same number, and 0 is for packets without a request
+    4 bytes  length of the tenant's name
+    tenant   UTF-8; empty in replies and where it makes no difference
+    frame    as above
 """
 
 from __future__ import annotations
@@ -13,19 +22,20 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from tinkex.types.packed import Buffer
 
 PREFIX = struct.Struct("<IQ")
+HEADER = struct.Struct("<QI")
 _SIZES = "_sizes"
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. `head` is plain JSON (NaN and infinity become null); buffers are referred to by their index."""
+    """A command or a reply. `head` is plain JSON (NaN and infinity become null) and names buffers by their index."""
 
     head: dict[str, Any]
     buffers: Sequence[Buffer] = field(default=())
@@ -34,26 +44,40 @@ class Frame:
         return b"".join(self.parts())
 
     def parts(self) -> list[Buffer]:
-        """The same bytes unjoined, for a writer that takes many buffers."""
+        """Return the same bytes in pieces, for a writer that takes many buffers."""
         sizes = [memoryview(buffer).nbytes for buffer in self.buffers]
         head = orjson.dumps({**self.head, _SIZES: sizes})
         return [PREFIX.pack(len(head), sum(sizes)), head, *self.buffers]
 
 
+class Packet(NamedTuple):
+    """A frame as it was read from the pipe."""
+
+    number: int
+    tenant: str
+    frame: Frame
+
+
+def packet_parts(number: int, tenant: str, frame: Frame | bytes) -> list[Buffer]:
+    """Return a packet's bytes in pieces, for a writer that takes many. An encoded frame is one of them, as it is."""
+    name = tenant.encode()
+    return [HEADER.pack(number, len(name)), name, *(frame.parts() if isinstance(frame, Frame) else (frame,))]
+
+
 def decode(content: Buffer) -> Frame:
-    """Read a whole frame; its buffers are views into `content`. A frame that was cut short is a ValueError."""
+    """Decode a whole frame; its buffers are views into `content`. Raises ValueError if its length is wrong."""
     view = memoryview(content)
     if view.nbytes < PREFIX.size:
         raise ValueError(f"A frame of {view.nbytes} bytes is shorter than its prefix.")
     head_size, body_size = PREFIX.unpack_from(view)
     start = PREFIX.size + head_size
     if view.nbytes != start + body_size:
-        raise ValueError(f"A frame of {start + body_size} bytes has {view.nbytes}.")
+        raise ValueError(f"A frame that should have {start + body_size} bytes has {view.nbytes}.")
     return decode_parts(view[PREFIX.size : start], view[start:])
 
 
 def decode_parts(head: Buffer, body: Buffer) -> Frame:
-    """Read a frame whose prefix was read already."""
+    """Decode a frame whose prefix was read already."""
     fields = orjson.loads(memoryview(head))
     view, at, buffers = memoryview(body), 0, []
     for size in fields.pop(_SIZES):

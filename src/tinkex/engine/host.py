@@ -1,7 +1,7 @@
-"""`LocalEngine`: the server's side of an engine in a child process, in frames over the child's stdin and stdout.
+"""`LocalEngine`: the server's side of an engine in a child process; packets go over the child's stdin and stdout.
 
-One task keeps a child alive: it starts one, reads what it says until it ends, tells everyone who waited for it why, and
-starts the next. Nothing here knows torch.
+One task supervises the child: it starts one, reads its packets until it ends, fails the commands that waited for it,
+and starts the next. No torch in here.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 
 from tinkex.clock import REAL, Clock
 from tinkex.engine.contract import EngineDied, EngineFault, EngineState, ModelInfo, SampleEvent, SampleSpec
-from tinkex.engine.frames import PREFIX, Frame, decode_parts
+from tinkex.engine.frames import HEADER, PREFIX, Frame, Packet, decode_parts, packet_parts
 from tinkex.engine.messages import read_event, sample_frame
 
 logger = logging.getLogger("tinkex.engine")
 
 CHILD = ("-P", "-m", "tinkex.engine.process.main")
-"""-P: a file called torch.py in the folder where somebody started the server is not our torch."""
+"""-P: a file called torch.py in the folder where the server was started is not our torch."""
 READY_WITHIN_S = 600.0
 CLOSE_WITHIN_S = 5.0
 STEADY_AFTER_S = 30.0
-"""A child that took commands for so long was sound: its death is not another sign of a trouble that lasts."""
+"""A child that took commands for so long was sound: its death does not count towards the delay of the next start."""
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 
 
 def restart_delay_s(deaths: int) -> float:
-    """How long to wait before the next start, after so many deaths in a row that came soon after a start."""
+    """Return how long to wait before the next start, after so many deaths in a row soon after a start."""
     return 0.0 if deaths == 0 else min(0.5 * 2.0 ** min(deaths - 1, 16), 30.0)
 
 
 class LocalEngine:
-    """An engine on this machine. Implements `engine.base.Engine`."""
+    """An engine on this machine. Implements `engine.contract.Engine`."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class LocalEngine:
         )
         self._clock = clock
         self._child: _Child | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
-        """Set while it is known how things are: commands are taken, or never will be."""
+        """Set while it is certain whether commands are taken: the engine is ready, or has failed, or is closed."""
         self._is_ready = False
         self._ready_at_s: float | None = None
         self._generation = 1
-        """Grows as soon as a child has ended: nobody shall count on its adapters while the next one starts."""
+        """Grows as soon as a child has ended: its adapters are lost before the next child is there."""
         self._reason = "not started"
         self._failure: str | None = None
         self._is_closed = False
@@ -94,8 +94,8 @@ class LocalEngine:
         )
 
     async def start(self) -> None:
-        if self._keeper is None and not self._is_closed:
-            self._keeper = asyncio.create_task(self._keep(), name="engine keeper")
+        if self._supervisor is None and not self._is_closed:
+            self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
         await self.ready()
 
     async def ready(self) -> None:
@@ -106,57 +106,57 @@ class LocalEngine:
                 raise EngineFault(self._failure, "server")
             await self._settled.wait()
 
-    async def run(self, command: Frame) -> Frame:
-        """Raises EngineDied at once if no commands are taken: after a wait, the command's adapter would be gone."""
+    async def run(self, command: Frame | bytes, *, tenant: str = "") -> Frame:
+        """Raises EngineDied at once if no commands are taken: after a wait, the command's adapter would be lost."""
         child = self._child
         if child is None or not self._is_ready:
             raise EngineDied(f"The engine takes no commands now: {self._reason}.")
-        number, answers = child.ask(command)
+        number, replies = child.request(command, tenant)
         try:
             await child.drain()
-            return _checked(await answers.get())
+            return _checked(await replies.get())
         finally:
             child.forget(number)
 
     async def sample(self, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
-        """Waits for the engine if it is just being started: a sample needs nothing that an earlier child held."""
+        """Waits for the engine while it starts: a sample needs nothing that an earlier child had in memory."""
         await self.ready()
         child = self._child
         assert child is not None
-        number, answers = child.ask(sample_frame(spec))
+        number, replies = child.request(sample_frame(spec), spec.tenant)
         is_over = False
         try:
             await child.drain()
             while not is_over:
-                answer = await answers.get()
-                is_over = isinstance(answer, EngineDied) or "ok" in answer.head
-                yield read_event(_checked(answer))
+                reply = await replies.get()
+                is_over = isinstance(reply, EngineDied) or "ok" in reply.head
+                yield read_event(_checked(reply))
         finally:
             child.forget(number)
             if not is_over:
-                child.send(Frame({"n": 0, "op": "cancel", "number": number}))
+                child.send(0, Frame({"op": "cancel", "number": number}))
 
     async def close(self) -> None:
         self._is_closed, self._is_ready, self._reason = True, False, "closed"
         self._settled.set()
-        keeper, child = self._keeper, self._child
-        if keeper is None:
+        supervisor, child = self._supervisor, self._child
+        if supervisor is None:
             return
         if child is None:
-            keeper.cancel()  # between two children
+            supervisor.cancel()  # between two children
         else:
             child.end()
-        if not (await asyncio.wait({keeper}, timeout=CLOSE_WITHIN_S))[0] and child is not None:
-            child.kill("did not end when told to")
-        await asyncio.wait({keeper})
+        if not (await asyncio.wait({supervisor}, timeout=CLOSE_WITHIN_S))[0] and child is not None:
+            child.kill("did not end when its pipe was closed")
+        await asyncio.wait({supervisor})
 
-    async def _keep(self) -> None:
-        """Start children, one after the other, until closed or until the first one cannot start."""
+    async def _supervise(self) -> None:
+        """Run one child after the other, until closed or until the first one cannot start."""
         deaths = 0
         was_ready = False
         while not self._is_closed:
             self._ready_at_s = None
-            reason = await self._live()
+            reason = await self._run_child()
             if self._is_closed:
                 return
             if self._ready_at_s is not None:
@@ -173,8 +173,8 @@ class LocalEngine:
             if delay_s:
                 await self._clock.sleep(delay_s)
 
-    async def _live(self) -> str:
-        """One child from its start to its end. Returns why it ended, as the end of a sentence."""
+    async def _run_child(self) -> str:
+        """Run one child from its start to its end. Return why it ended, as the end of a sentence."""
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, *CHILD, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=1 << 22
@@ -184,12 +184,12 @@ class LocalEngine:
         child = self._child = _Child(process)
         self._reason = "starting"
         logs = asyncio.create_task(child.forward_logs())
-        watchdog = asyncio.create_task(self._watch(child))
+        watchdog = asyncio.create_task(self._kill_unless_ready(child))
         try:
-            child.send(self._start_frame)
-            await child.read(self._hear)
+            child.send(0, self._start_frame)
+            await child.read(self._on_event)
         except (ValueError, LookupError, TypeError) as error:
-            child.kill(f"sent what is not a frame ({error})")
+            child.kill(f"sent what is not a packet ({error})")
         finally:
             watchdog.cancel()
             self._child, self._is_ready, self._stats = None, False, {}
@@ -197,83 +197,87 @@ class LocalEngine:
             if not self._is_closed:
                 self._settled.clear()
                 self._reason = "the last engine has just ended"
-            reason = await child.buried()
+            reason = await child.wait_exit()
             child.fail(f"The engine {reason}. What it was doing is lost; another one is started.")
             await logs
         return reason
 
-    async def _watch(self, child: _Child) -> None:
+    async def _kill_unless_ready(self, child: _Child) -> None:
         await self._clock.sleep(READY_WITHIN_S)
         if not self._is_ready:
             child.kill(f"was not ready within {READY_WITHIN_S:.0f} s ({self._reason})")
 
-    def _hear(self, news: Mapping[str, Any]) -> None:
-        """What the child says unasked."""
-        match news["news"]:
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        """Handle a packet that belongs to no request (`engine.process.main` lists them)."""
+        match event["news"]:
             case "loading":
-                self._reason = f"loading {news['what']}"
+                self._reason = f"loading {event['what']}"
             case "failed":
                 assert self._child is not None
-                self._child.last_words = f"failed while {self._reason}: {news['error'].rstrip('.')}"
+                self._child.exit_reason = f"failed while {self._reason}: {event['error'].rstrip('.')}"
             case "ready" if not self._is_closed:
                 self._is_ready, self._ready_at_s = True, self._clock.now()
                 self._settled.set()
             case "stats":
-                self._stats = {name: value for name, value in news.items() if name not in ("n", "news")}
+                self._stats = {name: value for name, value in event.items() if name != "news"}
 
 
-Answer = Frame | EngineDied
+_Reply = Frame | EngineDied
 
 
 class _Child:
-    """A process and the conversations with it."""
+    """A child process, and the requests that wait for its replies."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self.process = process
-        self.last_words = ""
+        self.exit_reason: str | None = None
+        """Why it ended or was killed, where more is known than its exit code says."""
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Queue[Answer]] = {}
+        self._waiting: dict[int, asyncio.Queue[_Reply]] = {}
 
-    def ask(self, command: Frame) -> tuple[int, asyncio.Queue[Answer]]:
+    def request(self, command: Frame | bytes, tenant: str) -> tuple[int, asyncio.Queue[_Reply]]:
+        """Send a command. Return its number, and the queue that its replies will come in."""
         number = next(self._numbers)
-        answers = self._waiting[number] = asyncio.Queue()
-        self.send(Frame({"n": number, **command.head}, command.buffers))
-        return number, answers
+        replies = self._waiting[number] = asyncio.Queue()
+        self.send(number, command, tenant)
+        return number, replies
 
     def forget(self, number: int) -> None:
         self._waiting.pop(number, None)
 
-    def send(self, frame: Frame) -> None:
-        """Never waits, and a frame is never torn apart by another; `drain` is for those who can wait."""
+    def send(self, number: int, frame: Frame | bytes, tenant: str = "") -> None:
+        """Send a whole packet without waiting; callers that can wait `drain` afterwards."""
         if not self._stdin.is_closing():
-            self._stdin.writelines(frame.parts())
+            self._stdin.writelines(packet_parts(number, tenant, frame))
 
     async def drain(self) -> None:
         try:
             await self._stdin.drain()
         except ConnectionError:
-            pass  # it has died, and says so to everyone who waits for an answer
+            pass  # the child died: `fail` tells every waiting request
 
-    async def read(self, hear: Callable[[Mapping[str, Any]], None]) -> None:
-        """Hand out what the child says until it says no more."""
-        while (frame := await self._next()) is not None:
-            if "news" in frame.head:
-                hear(frame.head)
-            elif (answers := self._waiting.get(frame.head["n"])) is not None:
-                answers.put_nowait(frame)
+    async def read(self, on_event: Callable[[Mapping[str, Any]], None]) -> None:
+        """Hand out the child's packets until its pipe ends."""
+        while (packet := await self._next()) is not None:
+            if packet.number == 0:
+                on_event(packet.frame.head)
+            elif (replies := self._waiting.get(packet.number)) is not None:
+                replies.put_nowait(packet.frame)
 
-    async def _next(self) -> Frame | None:
+    async def _next(self) -> Packet | None:
+        read = self._stdout.readexactly
         try:
-            head_size, body_size = PREFIX.unpack(await self._stdout.readexactly(PREFIX.size))
-            head = await self._stdout.readexactly(head_size)
-            return decode_parts(head, await self._stdout.readexactly(body_size))
+            number, name_size = HEADER.unpack(await read(HEADER.size))
+            tenant = (await read(name_size)).decode()
+            head_size, body_size = PREFIX.unpack(await read(PREFIX.size))
+            return Packet(number, tenant, decode_parts(await read(head_size), await read(body_size)))
         except asyncio.IncompleteReadError:
             return None
 
     async def forward_logs(self) -> None:
-        """Its stderr goes to our log. Lines without a level (tracebacks, warnings) belong to the line before them."""
+        """Write the child's stderr to our log. Lines without a level (tracebacks, warnings) take the level before."""
         level = logging.INFO
         while True:
             try:
@@ -289,15 +293,16 @@ class _Child:
             logger.log(level, "%s", text)
 
     def end(self) -> None:
+        """Close its stdin, at which it ends by itself."""
         self._stdin.close()
 
     def kill(self, reason: str) -> None:
-        self.last_words = reason
+        self.exit_reason = reason
         if self.process.returncode is None:
             self.process.kill()
 
-    async def buried(self) -> str:
-        """Wait for the end of the process, help it if need be, and say how it came."""
+    async def wait_exit(self) -> str:
+        """Wait until the process has ended, killing it if it takes too long. Return the reason."""
         self.end()
         try:
             async with asyncio.timeout(CLOSE_WITHIN_S):
@@ -305,27 +310,28 @@ class _Child:
         except TimeoutError:
             self.kill("did not end after it had closed its pipe")
             code = await self.process.wait()
-        return self.last_words or how_it_ended(code)
+        return self.exit_reason or describe_exit(code)
 
     def fail(self, reason: str) -> None:
-        for answers in self._waiting.values():
-            answers.put_nowait(EngineDied(reason))
+        """Fail every request that still waits."""
+        for replies in self._waiting.values():
+            replies.put_nowait(EngineDied(reason))
 
 
-def how_it_ended(code: int) -> str:
-    """A process's exit code, in words."""
+def describe_exit(code: int) -> str:
+    """Return what a process's exit code means."""
     if code >= 0:
         return f"ended with exit code {code}"
     hint = " (often: the machine ran out of memory)" if code == -signal.SIGKILL else ""
     return f"was killed by signal {-code}{hint}"
 
 
-def _checked(answer: Answer) -> Frame:
-    if isinstance(answer, EngineDied):
-        raise answer
-    head = answer.head
-    del head["n"]
+def _checked(reply: _Reply) -> Frame:
+    """Return a successful reply without the pipe's own fields, or raise."""
+    if isinstance(reply, EngineDied):
+        raise reply
+    head = reply.head
     if head.pop("ok", True):
         head.pop("event", None)
-        return answer
+        return reply
     raise EngineFault(head["error"], head["category"])

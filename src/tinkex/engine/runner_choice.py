@@ -93,7 +93,7 @@ def check_kernels(weights: Weights) -> Weights:
     without_kernels = replace(weights, kernels=None)
     for by_kernel, by_torch in zip(run_selfcheck(weights), run_selfcheck(without_kernels), strict=True):
         if not float((by_kernel - by_torch).norm()) <= TOLERANCE * float(by_torch.norm()):
-            logger.warning("The shipped kernels give wrong numbers on this machine. Continuing without them, slower.")
+            logger.warning("The C kernels give wrong numbers here: torch computes in their place, more slowly.")
             return without_kernels
     return weights
 

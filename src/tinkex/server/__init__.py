@@ -1,1 +1,9 @@
-"""The service: between HTTP, the store and the engine. Never imports the client; the two meet in `wire`."""
+"""The service: an HTTP API in front of one engine process, with a journal that survives restarts.
+
+Rooms: `http` (what every handler needs), `routes` (one file per kind of call), `openai` (the OpenAI-compatible API),
+`training` (operations from the request to the engine), `sampling` (samples, tokenizers, chat templates), `upkeep`
+(files, expiry, models), `console` (the web page).
+
+Others import:
+    main.serve     run a service until it is stopped
+"""

@@ -1,4 +1,4 @@
-"""Puts a service together, runs it, and takes it apart again in order: HTTP, worker, engine, store, lock."""
+"""Builds a service, runs it, and stops it in order: HTTP, worker, engine, store, lock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from tinkex.engine.host import LocalEngine
 from tinkex.engine.models.registry import resolve
 from tinkex.errors import ConfigError
 from tinkex.server.app import make_app
-from tinkex.server.http.access import Access
+from tinkex.server.http.access import AccessControl
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.http.protocol import BoundedProtocol
+from tinkex.server.routes.metrics import ServiceGauges
 from tinkex.server.sampling.sample_queue import Sampling
 from tinkex.server.sampling.tokenizer_cache import Tokenizers
 from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
-from tinkex.server.training.operation_runner import Perform
+from tinkex.server.training.operation_runner import OperationRunner
 from tinkex.server.training.residency import Residency
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
@@ -45,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 def serve(
     config: ServeConfig, *, on_ready: Callable[[str], None] | None = None, progress: Progress | None = None
 ) -> int:
-    """Run until SIGTERM or SIGINT, then drain. Raises ConfigError before anything is started if it cannot be."""
+    """Run until SIGTERM or SIGINT, then finish the work in progress. Raises ConfigError if it cannot start."""
     with listening(config) as sock:
         config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         with DataLock(config.data_dir):
@@ -61,29 +62,29 @@ def serve(
 
 @contextmanager
 def listening(config: ServeConfig) -> Iterator[socket.socket]:
-    """The socket, before anything slow: a port that is taken is told at once."""
+    """Open the socket before anything slow, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # The protocol is named because asyncio turns Nagle's algorithm off only then: 40 ms per answer otherwise.
+    # The protocol is named because asyncio turns Nagle's algorithm off only then: 40 ms per response otherwise.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((config.host, config.port))
-        except OSError as problem:
+        except OSError as error:
             raise ConfigError(
-                f"Cannot listen on {config.host}:{config.port}: {problem.strerror}. Is another service there? "
+                f"Cannot listen on {config.host}:{config.port}: {error.strerror}. Is another service using the port? "
                 "Choose another one with --port (0 finds a free one)."
             ) from None
-        sock.listen(2048)  # now, not later: until then a second server could have the port too
+        sock.listen(2048)  # now: until then a second server could bind the port too
         yield sock
 
 
 def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: Engine, clock: Clock = REAL) -> Service:
-    """Wire the rooms. Nothing runs yet."""
+    """Build the parts of a service. Nothing runs yet."""
     db, metrics, waiters, catalog = Db(), Metrics(), Waiters(), Catalog(models)
     data_dir = Path(config.data_dir)
     residency = Residency(store, db, engine, data_dir)
-    perform = Perform(clock, store, db, engine, residency, data_dir)
-    worker = Worker(config, clock, store, db, engine, waiters, residency, perform, metrics, catalog)
+    runner = OperationRunner(clock, store, db, engine, residency, data_dir)
+    worker = Worker(config, clock, store, db, engine, waiters, residency, runner, metrics, catalog)
     service = Service(
         config=config,
         clock=clock,
@@ -91,7 +92,7 @@ def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: En
         db=db,
         engine=engine,
         catalog=catalog,
-        access=Access(config, store, db, clock),
+        access=AccessControl(config, store, db, clock),
         intake=Intake(config, clock, store, db, worker),
         worker=worker,
         waiters=waiters,
@@ -99,7 +100,7 @@ def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: En
         tokenizers=Tokenizers(catalog),
         metrics=metrics,
     )
-    metrics.watch(service)
+    metrics.registry.register(ServiceGauges(service))
     return service
 
 
@@ -131,7 +132,7 @@ async def _run(
     _on_signals(stopping, server)
     resumed = await service.worker.resume()
     if resumed:
-        logger.info("operations go on where they stopped: %d", resumed)
+        logger.info("resumed %d queued operations", resumed)
     tasks = [asyncio.create_task(service.worker.run()), asyncio.create_task(Janitor(service).run())]
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -144,8 +145,8 @@ async def _run(
             await asyncio.wait([stopped, serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    task.result()  # it should run for ever: say why it did not
-        logger.info("stopping: work in progress may end, the rest waits in the journal")
+                    task.result()  # it should run until cancelled: raise why it ended
+        logger.info("stopping: finishing the work in progress; queued operations stay in the journal")
         await asyncio.gather(service.worker.drain(config.drain_s), service.sampling.drain(config.drain_s))
     finally:
         service.waiters.wake_all()
@@ -160,7 +161,7 @@ async def _run(
 
 
 def address_of(config: ServeConfig, sock: socket.socket) -> str:
-    """Where clients find it."""
+    """Return the URL for clients."""
     if config.public_url:
         return config.public_url
     host, port = sock.getsockname()[:2]
@@ -168,7 +169,7 @@ def address_of(config: ServeConfig, sock: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: stopping is ours, so that work can drain first."""
+    """uvicorn without its signal handlers: this module stops it, after the work in progress is done."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(
@@ -195,7 +196,7 @@ def _on_signals(stopping: asyncio.Event, server: uvicorn.Server) -> None:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        if stopping.is_set():  # asked twice: no more waiting
+        if stopping.is_set():  # a second signal: do not wait any longer
             server.force_exit = True
             for task in asyncio.all_tasks(loop):
                 task.cancel()

@@ -122,12 +122,6 @@ def log_level(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("TINKER_LOG", "").lower()
 
 
-def allows_colour(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a terminal may be sent colours: NO_COLOR (no-color.org) and TERM=dumb say no."""
-    environ = os.environ if environ is None else environ
-    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-
-
 def sources(environ: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, str]:
     """Where `resolve` takes each value from, in words: "argument", a variable, a file, "default"."""
     environ = os.environ if environ is None else environ

@@ -1,1 +1,12 @@
-"""What must survive a restart: rows and payloads. Knows no HTTP and sees no tensor: commands and results are bytes."""
+"""Everything that must survive a restart: rows in SQLite or PostgreSQL, and large payloads in files beside them.
+
+The store knows no HTTP and reads no tensor: commands and results are bytes to it.
+
+Others import:
+    store.Store        the store itself; every method is one transaction
+    records            the rows as frozen dataclasses
+    errors             DiskFull, Duplicate, Unavailable
+    keys               new API keys and their hashes
+    lock.DataLock      one server per data folder
+    backup.back_up     a copy of all data while the service runs
+"""

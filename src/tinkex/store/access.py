@@ -1,4 +1,4 @@
-"""Who may come in and what they did: keys, the audit log, answers remembered under idempotency keys."""
+"""The store of API keys, of the audit log, and of responses that are remembered under idempotency keys."""
 
 from __future__ import annotations
 
@@ -6,46 +6,49 @@ from sqlalchemy import exists, insert, select, update
 
 from tinkex.errors import ValidationError
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
-from tinkex.store.records import AuditEntry, Key
-from tinkex.store.rows import answers, audit, keys
+from tinkex.store.records import AuditEntry, KeyRecord
+from tinkex.store.rows import audit, keys, remembered_responses
 
 
-class Access(Database):
-    def add_key(self, key: Key) -> None:
-        """ValidationError if the same key is there already, revoked or not."""
+class AccessStore(Database):
+    def add_key(self, key: KeyRecord) -> None:
+        """Add a key. Raises ValidationError if the same key exists already, revoked or not."""
         with self._write() as connection:
             if not connection.execute(self._insert_new(keys), values_of(key)).rowcount:
                 raise ValidationError(f"The key {key.hint} is already known. Choose another one.")
 
-    def get_key_by_hash(self, sha256: str) -> Key | None:
-        """Revoked keys too: `revoked_at` says so."""
+    def get_key_by_hash(self, sha256: str) -> KeyRecord | None:
+        """Return the key with this hash. A revoked one is returned too, with `revoked_at` set."""
         with self._read() as connection:
             row = connection.execute(select(keys).where(keys.c.sha256 == sha256)).first()
-        return None if row is None else as_record(Key, row)
+        return None if row is None else as_record(KeyRecord, row)
 
-    def list_keys(self) -> list[Key]:
-        """Oldest first, revoked ones too."""
+    def list_keys(self) -> list[KeyRecord]:
+        """Return all keys, oldest first, revoked ones included."""
         with self._read() as connection:
-            return as_records(Key, connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id)).all())
+            return as_records(KeyRecord, connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id)).all())
 
-    def revoke_key(self, id_or_hint: str, at: float) -> Key | None:
-        """The key as it now is, or None if no live key has this id or hint. A hint that fits two keys is refused."""
+    def revoke_key(self, id_or_hint: str, at: float) -> KeyRecord | None:
+        """Revoke a key and return it, or None if no live key has this id or hint.
+
+        Raises ValidationError if several live keys have this hint.
+        """
         is_live = keys.c.revoked_at.is_(None)
         with self._write() as connection:
-            found = connection.execute(select(keys).where(is_live, keys.c.id == id_or_hint).with_for_update()).all()
-            if not found:
-                found = connection.execute(
+            rows = connection.execute(select(keys).where(is_live, keys.c.id == id_or_hint).with_for_update()).all()
+            if not rows:
+                rows = connection.execute(
                     select(keys).where(is_live, keys.c.hint == id_or_hint).with_for_update()
                 ).all()
-            if not found:
+            if not rows:
                 return None
-            if len(found) > 1:
-                raise ValidationError(f"{len(found)} keys look like {id_or_hint}. Name the one you mean by its id.")
-            revoked = update(keys).where(keys.c.id == found[0].id).values(revoked_at=at).returning(keys)
-            return as_record(Key, connection.execute(revoked).one())
+            if len(rows) > 1:
+                raise ValidationError(f"{len(rows)} keys look like {id_or_hint}. Name the one you mean by its id.")
+            revoked = update(keys).where(keys.c.id == rows[0].id).values(revoked_at=at).returning(keys)
+            return as_record(KeyRecord, connection.execute(revoked).one())
 
     def has_keys(self) -> bool:
-        """Whether any key lives."""
+        """Return whether there is any key that was not revoked."""
         with self._read() as connection:
             return bool(connection.scalar(select(exists().where(keys.c.revoked_at.is_(None)))))
 
@@ -54,25 +57,29 @@ class Access(Database):
             connection.execute(insert(audit), values_of(entry))
 
     def list_audit(self, tenant: str, *, limit: int, before: float | None = None) -> list[AuditEntry]:
-        """Newest first; those earlier than `before`, if given."""
-        wanted = select(audit).where(audit.c.tenant == tenant)
+        """Return a tenant's entries, newest first; only those earlier than `before`, if given."""
+        query = select(audit).where(audit.c.tenant == tenant)
         if before is not None:
-            wanted = wanted.where(audit.c.at < before)
+            query = query.where(audit.c.at < before)
         with self._read() as connection:
-            rows = connection.execute(wanted.order_by(audit.c.at.desc(), audit.c.id.desc()).limit(bounded(limit))).all()
+            rows = connection.execute(query.order_by(audit.c.at.desc(), audit.c.id.desc()).limit(bounded(limit))).all()
         return as_records(AuditEntry, rows)
 
     def remember(self, tenant: str, key: str, answer: bytes, at: float) -> bytes:
         """Keep the answer under the key unless one is there; the one that stands is returned."""
         with self._write() as connection:
             values = {"tenant": tenant, "key": key, "answer": answer, "at": at}
-            if connection.execute(self._insert_new(answers), values).rowcount:
+            if connection.execute(self._insert_new(remembered_responses), values).rowcount:
                 return answer
-            wanted = select(answers.c.answer).where(answers.c.tenant == tenant, answers.c.key == key)
+            wanted = select(remembered_responses.c.answer).where(
+                remembered_responses.c.tenant == tenant, remembered_responses.c.key == key
+            )
             return bytes(connection.execute(wanted).scalar_one())
 
     def recall(self, tenant: str, key: str) -> bytes | None:
         with self._read() as connection:
-            wanted = select(answers.c.answer).where(answers.c.tenant == tenant, answers.c.key == key)
+            wanted = select(remembered_responses.c.answer).where(
+                remembered_responses.c.tenant == tenant, remembered_responses.c.key == key
+            )
             answer = connection.scalar(wanted)
         return None if answer is None else bytes(answer)

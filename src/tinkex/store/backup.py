@@ -1,9 +1,9 @@
-"""A copy of all that a service keeps, taken while it runs.
+"""Copies all data of a service while it runs.
 
-The database alone is copied at one moment; folders and files beside it come and go meanwhile. They are never written
-again once a row names them, and go only after no row does. So: copy the database, copy what it names, and again, until
-a copy of the database names only what was copied before it and has not changed since. Each of these was there, whole,
-both before and after it was copied.
+Only the database can be copied at one moment; folders and files beside it come and go meanwhile. But they are complete
+before a row refers to them, never change afterwards, and are deleted only when no row refers to them any more. So:
+copy the database, then everything it refers to, and repeat until a copy of the database refers only to what was copied
+before it and has not changed since. Each such file existed, complete, both before and after it was copied.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ from tinkex.store.rows import payloads
 from tinkex.store.store import Store
 
 DATABASE = "tinkex.db"
-ROUNDS = 20
-"""The second usually finds what changed during a long first one, the third nothing."""
+MAX_ROUNDS = 20
+"""The second round usually copies what changed during a long first one, and the third finds nothing to do."""
 
 Mark = tuple[int, int]
-"""Which file or folder it is, and when it was made: a new one of the same name has another."""
+"""Inode and modification time of a file or folder: a new one of the same name has another mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backup:
     folder: Path
     things: int
-    """Checkpoints, snapshots and payloads beside the database."""
+    """How many checkpoints, snapshots and payloads were copied beside the database."""
     size_bytes: int
 
 
 def back_up(store: Store, data_dir: Path, target: Path, extra: tuple[str, ...] = ()) -> Backup:
-    """Copy everything into `target`, a new folder that a server can be started on. `extra`: files to take if there."""
+    """Copy all data into `target`, a new folder that a server can be started on.
+
+    `extra` names more files of the data folder to copy, if they exist.
+    """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValidationError(f"{target} is already there. Name a folder that does not exist.")
+        raise ValidationError(f"{target} exists already. Name a folder that does not exist.")
     unfinished = target.with_name(target.name + ".partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True, mode=0o700)
-        held = _gather(store, data_dir, unfinished)
+        copied = _copy_all(store, data_dir, unfinished)
         for name in extra:
             if (data_dir / name).is_file():
                 shutil.copyfile(data_dir / name, unfinished / name)
@@ -53,36 +56,37 @@ def back_up(store: Store, data_dir: Path, target: Path, extra: tuple[str, ...] =
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Backup(folder=target, things=len(held), size_bytes=size)
+    return Backup(folder=target, things=len(copied), size_bytes=size)
 
 
-def _gather(store: Store, data_dir: Path, place: Path) -> dict[str, Mark]:
-    held: dict[str, Mark] = {}
-    for _ in range(ROUNDS):
-        (place / DATABASE).unlink(missing_ok=True)
-        store.backup(place / DATABASE)
-        named = _named(place)
-        for name in held.keys() - named:
-            _remove(place / name)
-            del held[name]
-        wanted = {name for name in named if name not in held or held[name] != _mark(data_dir / name)}
-        if not wanted:
-            return held
-        for name in sorted(wanted):
+def _copy_all(store: Store, data_dir: Path, folder: Path) -> dict[str, Mark]:
+    """Copy the database and everything it refers to into `folder`, and return the mark of each copied item."""
+    copied: dict[str, Mark] = {}
+    for _ in range(MAX_ROUNDS):
+        (folder / DATABASE).unlink(missing_ok=True)
+        store.backup(folder / DATABASE)
+        referenced = _referenced(folder)
+        for name in copied.keys() - referenced:
+            _remove(folder / name)
+            del copied[name]
+        missing = {name for name in referenced if name not in copied or copied[name] != _mark(data_dir / name)}
+        if not missing:
+            return copied
+        for name in sorted(missing):
             mark = _mark(data_dir / name)
-            _remove(place / name)
-            held.pop(name, None)
-            if mark is not None and _copy(data_dir / name, place / name):
-                held[name] = mark
+            _remove(folder / name)
+            copied.pop(name, None)
+            if mark is not None and _copy(data_dir / name, folder / name):
+                copied[name] = mark
     raise TinkexError(
-        f"The service changes faster than it can be copied ({ROUNDS} attempts, {len(wanted)} pieces still missing). "
+        f"The service changes faster than it can be copied ({MAX_ROUNDS} attempts, {len(missing)} files missing). "
         "Try again when it is less busy, or stop it first. If nothing runs, its files are damaged."
     )
 
 
-def _named(place: Path) -> set[str]:
-    """Everything that a copy of the database refers to, relative to the data folder."""
-    with Store.open(f"sqlite:///{place / DATABASE}", place) as copy:
+def _referenced(folder: Path) -> set[str]:
+    """Return everything that the copied database refers to, relative to the data folder."""
+    with Store.open(f"sqlite:///{folder / DATABASE}", folder) as copy:
         folders = copy.all_folders()
         with copy._read() as connection:
             files = [name for name in connection.scalars(select(payloads.c.file)) if name is not None]
@@ -91,23 +95,23 @@ def _named(place: Path) -> set[str]:
 
 def _mark(path: Path) -> Mark | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _copy(source: Path, target: Path) -> bool:
-    """False if it went away meanwhile."""
+    """Copy a file or folder. Returns False if it was deleted meanwhile."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         if source.is_dir():
             shutil.copytree(source, target)
         else:
             shutil.copyfile(source, target)
-    except (FileNotFoundError, shutil.Error) as problem:
-        # copytree gathers what failed; anything but a file that is gone is worth knowing.
-        failures = problem.args[0] if isinstance(problem, shutil.Error) else []
+    except (FileNotFoundError, shutil.Error) as error:
+        # copytree collects all failures; only a file that was deleted meanwhile is expected.
+        failures = error.args[0] if isinstance(error, shutil.Error) else []
         if any("No such file" not in str(reason) for *_, reason in failures):
             raise
         _remove(target)

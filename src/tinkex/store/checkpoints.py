@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved, whose it is, how long it stays."""
+"""The store of checkpoints: where each lies, which tenant owns it, when it expires."""
 
 from __future__ import annotations
 
@@ -7,45 +7,56 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 from tinkex.store.rows import checkpoints, runs, samplers
 
 
-class Checkpoints(Database):
-    def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Add it, in the place of one of the same path if there is one; that one is returned if its files may go."""
+class CheckpointStore(Database):
+    def add_checkpoint(self, checkpoint: CheckpointRecord) -> CheckpointRecord | None:
+        """Add a checkpoint. One with the same path is replaced, and returned if its files can be deleted."""
         with self._write() as connection:
             return put_checkpoint(connection, checkpoint)
 
-    def get_checkpoint(self, path: str) -> Checkpoint | None:
+    def get_checkpoint(self, path: str) -> CheckpointRecord | None:
         with self._read() as connection:
             row = connection.execute(select(checkpoints).where(checkpoints.c.path == path)).first()
-        return None if row is None else as_record(Checkpoint, row)
+        return None if row is None else as_record(CheckpointRecord, row)
+
+    def get_live_checkpoint(self, path: str, now: float) -> CheckpointRecord | None:
+        """Return a checkpoint that has not expired. An expired one is gone at once, deleted or not."""
+        with self._read() as connection:
+            row = connection.execute(select(checkpoints).where(checkpoints.c.path == path, _is_live(now))).first()
+        return None if row is None else as_record(CheckpointRecord, row)
+
+    def get_readable_checkpoint(self, path: str, tenant: str, now: float) -> CheckpointRecord | None:
+        """Return a live checkpoint that this tenant may read: its own, or one that its owner published."""
+        checkpoint = self.get_live_checkpoint(path, now)
+        if checkpoint is None or not (checkpoint.tenant == tenant or checkpoint.is_public):
+            return None
+        return checkpoint
 
     def list_checkpoints(
         self, tenant: str, run_id: str | None, offset: int, limit: int, now: float
-    ) -> tuple[list[Checkpoint], int]:
-        """A page of those that have not expired, newest first, and how many there are."""
-        conditions: list[ColumnElement[bool]] = [
-            checkpoints.c.tenant == tenant,
-            or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > now),
-        ]
+    ) -> tuple[list[CheckpointRecord], int]:
+        """Return a page of those that have not expired, newest first, and how many there are in all."""
+        conditions = [checkpoints.c.tenant == tenant, _is_live(now)]
         if run_id is not None:
             conditions.append(checkpoints.c.run_id == run_id)
         newest_first = (checkpoints.c.created_at.desc(), checkpoints.c.path.desc())
-        wanted = select(checkpoints).where(*conditions).order_by(*newest_first)
+        query = select(checkpoints).where(*conditions).order_by(*newest_first)
         with self._read() as connection:
-            rows = connection.execute(wanted.offset(bounded(offset)).limit(bounded(limit))).all()
+            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
             total = connection.scalar(select(func.count()).select_from(checkpoints).where(*conditions))
-        return as_records(Checkpoint, rows), int(total or 0)
+        return as_records(CheckpointRecord, rows), int(total or 0)
 
-    def delete_checkpoint(self, path: str, *, expired_by: float | None = None) -> Checkpoint | None:
-        """Forget it; what it was is returned, so that its folder can go.
+    def delete_checkpoint(self, path: str, *, expired_by: float | None = None) -> CheckpointRecord | None:
+        """Delete the row and return it, so that the caller can delete its folder.
 
-        With `expired_by`, only if it has expired by then: one of its name may have been saved since it was looked up.
+        With `expired_by`, only if it has expired by then: a new checkpoint may have been saved under its path since the
+        caller looked it up.
         """
         with self._write() as connection:
-            return _take(connection, path, expired_by)
+            return _delete_row(connection, path, expired_by)
 
     def set_public(self, path: str, is_public: bool) -> None:
         self._set_checkpoint(path, is_public=is_public)
@@ -53,30 +64,30 @@ class Checkpoints(Database):
     def set_expiry(self, path: str, expires_at: float | None) -> None:
         self._set_checkpoint(path, expires_at=expires_at)
 
-    def expired_checkpoints(self, now: float) -> list[Checkpoint]:
+    def expired_checkpoints(self, now: float) -> list[CheckpointRecord]:
         with self._read() as connection:
             rows = connection.execute(
                 select(checkpoints).where(checkpoints.c.expires_at <= now).order_by(checkpoints.c.expires_at)
             ).all()
-        return as_records(Checkpoint, rows)
+        return as_records(CheckpointRecord, rows)
 
     def all_folders(self) -> set[str]:
-        """Every folder that a checkpoint, a sampler or a snapshot refers to. Any other is rubbish."""
+        """Return every folder that a checkpoint, a sampler or a snapshot refers to. All others can be deleted."""
         with self._read() as connection:
-            found = [
+            folders = [
                 *connection.scalars(select(checkpoints.c.folder)),
                 *connection.scalars(select(samplers.c.folder)),
                 *connection.scalars(select(runs.c.snapshot)),
             ]
-        return {folder for folder in found if folder is not None}
+        return {folder for folder in folders if folder is not None}
 
     def usage(self, tenant: str | None = None) -> tuple[int, int]:
-        """How many checkpoints there are, and their bytes."""
-        wanted = select(func.count(), func.coalesce(func.sum(checkpoints.c.size_bytes), 0)).select_from(checkpoints)
+        """Return how many checkpoints there are, and their size in bytes."""
+        query = select(func.count(), func.coalesce(func.sum(checkpoints.c.size_bytes), 0)).select_from(checkpoints)
         if tenant is not None:
-            wanted = wanted.where(checkpoints.c.tenant == tenant)
+            query = query.where(checkpoints.c.tenant == tenant)
         with self._read() as connection:
-            count, size = connection.execute(wanted).one()
+            count, size = connection.execute(query).one()
         return int(count), int(size)
 
     def _set_checkpoint(self, path: str, **values: Any) -> None:
@@ -84,20 +95,27 @@ class Checkpoints(Database):
             connection.execute(update(checkpoints).where(checkpoints.c.path == path).values(**values))
 
 
-def put_checkpoint(connection: Connection, checkpoint: Checkpoint) -> Checkpoint | None:
-    """Put it in the place of the former one. Samplers of that one go on with its files, which are then not returned."""
-    former = _take(connection, checkpoint.path)
+def put_checkpoint(connection: Connection, checkpoint: CheckpointRecord) -> CheckpointRecord | None:
+    """Insert a checkpoint in place of one with the same path, and return the replaced one if its files can be deleted.
+
+    Samplers of the replaced checkpoint keep its files; it is not returned then.
+    """
+    replaced = _delete_row(connection, checkpoint.path)
     connection.execute(insert(checkpoints), values_of(checkpoint))
-    if former is None:
+    if replaced is None:
         return None
-    is_its_sampler = (samplers.c.model_path == former.path, samplers.c.folder.is_(None))
-    kept = connection.execute(update(samplers).where(*is_its_sampler).values(folder=former.folder)).rowcount
-    return None if kept else former
+    uses_it = (samplers.c.model_path == replaced.path, samplers.c.folder.is_(None))
+    users = connection.execute(update(samplers).where(*uses_it).values(folder=replaced.folder)).rowcount
+    return None if users else replaced
 
 
-def _take(connection: Connection, path: str, expired_by: float | None = None) -> Checkpoint | None:
-    gone = delete(checkpoints).where(checkpoints.c.path == path)
+def _is_live(now: float) -> ColumnElement[bool]:
+    return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > now)
+
+
+def _delete_row(connection: Connection, path: str, expired_by: float | None = None) -> CheckpointRecord | None:
+    statement = delete(checkpoints).where(checkpoints.c.path == path)
     if expired_by is not None:
-        gone = gone.where(checkpoints.c.expires_at <= expired_by)
-    row = connection.execute(gone.returning(checkpoints)).first()
-    return None if row is None else as_record(Checkpoint, row)
+        statement = statement.where(checkpoints.c.expires_at <= expired_by)
+    row = connection.execute(statement.returning(checkpoints)).first()
+    return None if row is None else as_record(CheckpointRecord, row)

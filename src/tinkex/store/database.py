@@ -1,4 +1,4 @@
-"""The connection under the store: one at a time, every call a transaction, every driver error one of ours."""
+"""The database connection under the store: one at a time, every call a transaction, driver errors translated."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from sqlalchemy.pool import QueuePool
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, MissingExtra
 from tinkex.store.errors import Unavailable, translated
-from tinkex.store.payloads import Kept, Payloads
+from tinkex.store.payloads import Payloads, StoredPayload
 
 Durability = Literal["normal", "full"]
 R = TypeVar("R")
 
-BUSY_S = 10.0
+LOCK_WAIT_S = 10.0
 """How long a write waits while another program (`tinkex key`, a backup) holds the SQLite file."""
-AGAIN_S = 0.01
-"""How soon a lock that SQLite itself does not wait for is tried again."""
-LARGEST = 2**63 - 1
+RETRY_WAL_S = 0.01
+"""How soon to retry the switch to WAL, whose lock SQLite itself does not wait for."""
+MAX_INTEGER = 2**63 - 1
 
 
 class Database:
-    """What the parts of the store stand on. Used by one thread at a time."""
+    """The base class of the parts of the store: connections and transactions. Used by one thread at a time."""
 
     def __init__(self, engine: Engine, payloads: Payloads) -> None:
         self._engine = engine
         self._payloads = payloads
-        self._file: Connection | None = None
-        self._new: dict[Table, Insert] = {}
+        self._sqlite_connection: Connection | None = None
+        self._inserts: dict[Table, Insert] = {}
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._sqlite_connection is not None:
+            self._sqlite_connection.close()
+            self._sqlite_connection = None
         self._engine.dispose()
 
     def _read(self) -> AbstractContextManager[Connection]:
         return self._transaction("BEGIN")
 
     def _write(self) -> AbstractContextManager[Connection]:
-        """A transaction that writes. On SQLite it takes the write lock at once, so that what it reads stays true."""
+        """Begin a transaction that writes. On SQLite it locks at once, so that what it reads stays true."""
         return self._transaction("BEGIN IMMEDIATE")
 
     @contextmanager
@@ -60,36 +60,36 @@ class Database:
                 with self._engine.begin() as connection:
                     yield connection
                 return
-            if self._file is None:
-                self._file = self._engine.connect()
-            # A file is never lost as a connection is, so it is held: taking it from the pool costs as much as a write.
-            with self._file.begin():
-                sqlite_connection(self._file).execute(begin)
-                yield self._file
+            if self._sqlite_connection is None:
+                self._sqlite_connection = self._engine.connect()
+            # Kept open: a file cannot be lost as a network connection can, and the pool costs as much as a write.
+            with self._sqlite_connection.begin():
+                sqlite_connection(self._sqlite_connection).execute(begin)
+                yield self._sqlite_connection
 
     @contextmanager
-    def _writing(self, content: bytes | None) -> Iterator[tuple[Connection, Kept | None]]:
-        """A transaction that writes and keeps a payload; the payload's file goes again if the transaction fails."""
+    def _write_with_payload(self, content: bytes | None) -> Iterator[tuple[Connection, StoredPayload | None]]:
+        """Store a payload and begin a transaction that writes. If that fails, the payload's file is deleted again."""
         with translated():
-            kept = None if content is None else self._payloads.keep(content)
+            payload = None if content is None else self._payloads.write(content)
         try:
             with self._write() as connection:
-                yield connection, kept
+                yield connection, payload
         except Unavailable:
-            # A lost connection may have lost the answer to a commit that stands. If it does not, `sweep` has the file.
+            # The commit may have succeeded although its confirmation was lost. If not, `sweep` deletes the file.
             raise
         except Exception:
-            if kept is not None:
-                self._payloads.remove([kept.file])
+            if payload is not None:
+                self._payloads.remove([payload.file])
             raise
 
     def _insert_new(self, table: Table) -> Insert:
-        """An insert that leaves the row that is there; its rowcount says which it was."""
-        if table not in self._new:
+        """Return an insert that does nothing if the row exists already; its rowcount tells which happened."""
+        if table not in self._inserts:
             dialect = sqlite if self._engine.dialect.name == "sqlite" else postgresql
             insert = dialect.insert(table).on_conflict_do_nothing()
-            self._new[table] = insert.execution_options(preserve_rowcount=True)
-        return self._new[table]
+            self._inserts[table] = insert.execution_options(preserve_rowcount=True)
+        return self._inserts[table]
 
 
 def sqlite_connection(connection: Connection) -> sqlite3.Connection:
@@ -99,25 +99,25 @@ def sqlite_connection(connection: Connection) -> sqlite3.Connection:
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """A record as the values of its row."""
-    return {name: getattr(record, name) for name in _names(type(record))}
+    """Return a record as the values of its row."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def as_record(kind: type[R], row: Row[Any]) -> R:
     return kind(**row._mapping)
 
 
-def as_records(kind: type[R], found: Sequence[Row[Any]]) -> list[R]:
-    return [kind(**row._mapping) for row in found]
+def as_records(kind: type[R], rows: Sequence[Row[Any]]) -> list[R]:
+    return [kind(**row._mapping) for row in rows]
 
 
 def bounded(number: int) -> int:
-    """An offset or limit as the databases take it: beyond 64 bits they fail instead of finding nothing."""
-    return min(max(number, 0), LARGEST)
+    """Clip an offset or limit to 64 bits. Beyond that the databases fail instead of finding nothing."""
+    return min(max(number, 0), MAX_INTEGER)
 
 
 def connect(url: str, durability: Durability) -> Engine:
-    """The engine for a database address. Connects on first use."""
+    """Return the SQLAlchemy engine for a database address. It connects on first use."""
     address = _address(url)
     if address.get_backend_name() == "sqlite":
         return _sqlite(address, durability)
@@ -150,13 +150,13 @@ def _sqlite(address: URL, durability: Durability) -> Engine:
         pool_size=1,
         max_overflow=0,
         # Opened, used and closed by different threads, but never by two at once.
-        connect_args={"check_same_thread": False, "timeout": BUSY_S},
+        connect_args={"check_same_thread": False, "timeout": LOCK_WAIT_S},
         hide_parameters=True,
     )
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, _record: object) -> None:
-        connection.isolation_level = None  # `_transaction` says BEGIN; sqlite3 itself would not say it before DDL.
+        connection.isolation_level = None  # `_transaction` sends BEGIN; sqlite3 itself would not send it before DDL.
         _use_wal(connection)
         connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
         connection.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
@@ -165,16 +165,16 @@ def _sqlite(address: URL, durability: Durability) -> Engine:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """SQLite waits for its locks, but not while it turns a new file to WAL: who comes second is refused at once."""
-    give_up_s = REAL.now() + BUSY_S
+    """Switch to WAL, with retries: while one program switches a new file, SQLite fails the second without waiting."""
+    give_up_s = REAL.now() + LOCK_WAIT_S
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             return
-        except sqlite3.OperationalError as problem:
-            if (problem.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY or REAL.now() >= give_up_s:
+        except sqlite3.OperationalError as error:
+            if (error.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY or REAL.now() >= give_up_s:
                 raise
-        threading.Event().wait(AGAIN_S)
+        threading.Event().wait(RETRY_WAL_S)
 
 
 def _postgresql(address: URL) -> Engine:
@@ -185,17 +185,8 @@ def _postgresql(address: URL) -> Engine:
             pool_size=1,
             max_overflow=0,
             pool_pre_ping=True,
-            connect_args={"connect_timeout": int(BUSY_S), "application_name": "tinkex"},
+            connect_args={"connect_timeout": int(LOCK_WAIT_S), "application_name": "tinkex"},
             hide_parameters=True,
         )
     except ImportError:
         raise MissingExtra("PostgreSQL", "postgres") from None
-
-
-_NAMES: dict[type, tuple[str, ...]] = {}
-
-
-def _names(kind: type) -> tuple[str, ...]:
-    if kind not in _NAMES:
-        _NAMES[kind] = tuple(field.name for field in fields(kind))
-    return _NAMES[kind]

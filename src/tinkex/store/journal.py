@@ -1,4 +1,4 @@
-"""Runs and their operations: the journal from which a run can be rebuilt."""
+"""The journal: runs and their operations, from which a run can be rebuilt."""
 
 from __future__ import annotations
 
@@ -10,151 +10,158 @@ from tinkex.errors import ValidationError
 from tinkex.store.checkpoints import put_checkpoint
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
 from tinkex.store.errors import Duplicate, translated
-from tinkex.store.payloads import Kept
-from tinkex.store.records import Checkpoint, Operation, Run, Sampler
-from tinkex.store.rows import answers, operations, payloads, runs, samplers
+from tinkex.store.payloads import StoredPayload
+from tinkex.store.records import CheckpointRecord, OperationRecord, OperationState, RunRecord, SamplerRecord
+from tinkex.store.rows import operations, payloads, remembered_responses, runs, samplers
 
-Part = Literal["command", "result"]
+PayloadPart = Literal["command", "result"]
 _BATCH = 500
-"""How many ids one statement names; databases bound the number of parameters."""
+"""How many ids one statement holds; databases limit the number of parameters."""
 
-# Built once: these run for every operation, and building costs as much as running.
+# Built once: these run for every operation, and building a statement costs as much as running it.
 _ADD_PAYLOAD = insert(payloads)
 _GET_OPERATION = select(operations).where(operations.c.request_id == bindparam("id"))
 _GET_PAYLOAD = select(payloads.c.content, payloads.c.file).where(
-    payloads.c.request_id == bindparam("id"), payloads.c.part == bindparam("wanted")
+    payloads.c.request_id == bindparam("id"), payloads.c.part == bindparam("part_name")
 )
 _MARK_REQUEST = update(runs).where(runs.c.id == bindparam("run")).values(last_request_at=bindparam("at"))
 _FINISH = (
     update(operations)
     .where(operations.c.request_id == bindparam("id"), operations.c.state == "queued")
     .values(
-        state=bindparam("to"),
-        finished_at=bindparam("at"),
-        result_type=bindparam("as_type"),
-        error=bindparam("why"),
-        category=bindparam("whose"),
-        engine_s=bindparam("seconds"),
-        metrics=bindparam("numbers", type_=operations.c.metrics.type),
+        # SQLAlchemy reserves the names of the columns themselves.
+        state=bindparam("new_state"),
+        finished_at=bindparam("new_finished_at"),
+        result_type=bindparam("new_result_type"),
+        error=bindparam("new_error"),
+        category=bindparam("new_category"),
+        engine_s=bindparam("new_engine_s"),
+        metrics=bindparam("new_metrics", type_=operations.c.metrics.type),
     )
 )
-# Written out and not passed as parameters: only so does SQLite see that the partial index serves.
-_FAILED = operations.c.state.in_(bindparam("ended", ("failed", "refused"), expanding=True, literal_execute=True))
+# Literal values and not parameters: otherwise SQLite does not use the partial index.
+_HAS_FAILED = operations.c.state.in_(
+    bindparam("failed_states", ("failed", "refused"), expanding=True, literal_execute=True)
+)
 
 
 class Journal(Database):
-    def add_run(self, run: Run, creation: Operation, command: bytes) -> None:
-        """A run and the operation that creates it; both or neither."""
-        with self._writing(command) as (connection, kept):
+    def add_run(self, run: RunRecord, creation: OperationRecord, command: bytes) -> None:
+        """Add a run together with the operation that creates it."""
+        with self._write_with_payload(command) as (connection, payload):
             if not connection.execute(self._insert_new(runs), values_of(run)).rowcount:
-                raise Duplicate(_standing(connection, creation))
-            replaced = self._place(connection, creation, kept)
-        self._payloads.remove(replaced)
+                raise Duplicate(_existing_operation(connection, creation))
+            replaced_files = self._insert_operation(connection, creation, payload)
+        self._payloads.remove(replaced_files)
 
-    def get_run(self, run_id: str) -> Run | None:
+    def get_run(self, run_id: str) -> RunRecord | None:
         with self._read() as connection:
             row = connection.execute(select(runs).where(runs.c.id == run_id)).first()
-        return None if row is None else as_record(Run, row)
+        return None if row is None else as_record(RunRecord, row)
 
-    def list_runs(self, tenant: str, offset: int, limit: int) -> tuple[list[Run], int]:
-        """A page, newest first, and how many there are."""
-        wanted = select(runs).where(runs.c.tenant == tenant).order_by(runs.c.created_at.desc(), runs.c.id.desc())
+    def list_runs(self, tenant: str, offset: int, limit: int) -> tuple[list[RunRecord], int]:
+        """Return a page of a tenant's runs, newest first, and how many there are in all."""
+        query = select(runs).where(runs.c.tenant == tenant).order_by(runs.c.created_at.desc(), runs.c.id.desc())
         with self._read() as connection:
-            rows = connection.execute(wanted.offset(bounded(offset)).limit(bounded(limit))).all()
+            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
             total = connection.scalar(select(func.count()).select_from(runs).where(runs.c.tenant == tenant))
-        return as_records(Run, rows), int(total or 0)
+        return as_records(RunRecord, rows), int(total or 0)
 
     def runs_of_session(self, session_id: str) -> list[str]:
-        """Their ids, oldest first."""
+        """Return the ids of a session's runs, oldest first."""
         with self._read() as connection:
-            wanted = select(runs.c.id).where(runs.c.session_id == session_id).order_by(runs.c.created_at, runs.c.id)
-            return list(connection.scalars(wanted))
+            query = select(runs.c.id).where(runs.c.session_id == session_id).order_by(runs.c.created_at, runs.c.id)
+            return list(connection.scalars(query))
 
     def set_unloaded(self, run_id: str) -> None:
         with self._write() as connection:
             connection.execute(update(runs).where(runs.c.id == run_id).values(is_unloaded=True))
 
     def set_snapshot(self, run_id: str, folder: str, seq_id: int) -> str | None:
-        """The run can now be rebuilt from `folder`, which holds the operations up to `seq_id`: their commands go.
+        """Record that `folder` is a snapshot of the run after operation `seq_id`, and delete the commands up to it.
 
-        The folder that stood there before is returned; nothing refers to it any more.
+        Returns the folder of the former snapshot, which nothing refers to any more.
         """
         with self._write() as connection:
             former = connection.scalar(select(runs.c.snapshot).where(runs.c.id == run_id).with_for_update())
             connection.execute(update(runs).where(runs.c.id == run_id).values(snapshot=folder, snapshot_seq=seq_id))
-            inside = select(operations.c.request_id).where(
+            in_snapshot = select(operations.c.request_id).where(
                 operations.c.run_id == run_id, operations.c.seq_id <= seq_id, operations.c.state != "queued"
             )
-            gone = connection.scalars(
+            deleted_files = connection.scalars(
                 delete(payloads)
-                .where(payloads.c.part == "command", payloads.c.request_id.in_(inside))
+                .where(payloads.c.part == "command", payloads.c.request_id.in_(in_snapshot))
                 .returning(payloads.c.file)
             ).all()
-        self._payloads.remove(gone)
+        self._payloads.remove(deleted_files)
         return former if former != folder else None
 
-    def add_operation(self, operation: Operation, command: bytes | None) -> None:
-        """Add a line to the journal. `Duplicate` if the run has this number; one that was refused is replaced."""
-        with self._writing(command) as (connection, kept):
-            replaced = self._place(connection, operation, kept)
-            connection.execute(_MARK_REQUEST, {"run": operation.run_id, "at": operation.created_at})
-        self._payloads.remove(replaced)
+    def add_operation(self, operation: OperationRecord, command: bytes | None) -> None:
+        """Add an operation to the journal. Raises Duplicate if the run has this sequence number.
 
-    def get_operation(self, request_id: str) -> Operation | None:
+        A rejected operation with this number is replaced.
+        """
+        with self._write_with_payload(command) as (connection, payload):
+            replaced_files = self._insert_operation(connection, operation, payload)
+            connection.execute(_MARK_REQUEST, {"run": operation.run_id, "at": operation.created_at})
+        self._payloads.remove(replaced_files)
+
+    def get_operation(self, request_id: str) -> OperationRecord | None:
         with self._read() as connection:
             row = connection.execute(_GET_OPERATION, {"id": request_id}).first()
-        return None if row is None else as_record(Operation, row)
+        return None if row is None else as_record(OperationRecord, row)
 
-    def operations_of(self, run_id: str, after_seq: int = -1) -> list[Operation]:
-        """A run's operations by number, those after `after_seq`."""
+    def operations_of(self, run_id: str, after_seq: int = -1) -> list[OperationRecord]:
+        """Return a run's operations after `after_seq`, by sequence number."""
         with self._read() as connection:
             rows = connection.execute(
                 select(operations)
                 .where(operations.c.run_id == run_id, operations.c.seq_id > after_seq)
                 .order_by(operations.c.seq_id)
             ).all()
-        return as_records(Operation, rows)
+        return as_records(OperationRecord, rows)
 
-    def done_since(self, run_id: str, after_seq: int, limit: int) -> list[Operation]:
-        """A run's finished operations by number, from after `after_seq` on up to the first that is not finished."""
+    def done_since(self, run_id: str, after_seq: int, limit: int) -> list[OperationRecord]:
+        """Return a run's successful operations after `after_seq`, up to the first that still waits, by number."""
         unfinished = select(func.min(operations.c.seq_id)).where(
             operations.c.run_id == run_id, operations.c.seq_id > after_seq, operations.c.state == "queued"
         )
         with self._read() as connection:
             end = connection.scalar(unfinished)
-            wanted = select(operations).where(operations.c.run_id == run_id, operations.c.seq_id > after_seq)
+            query = select(operations).where(operations.c.run_id == run_id, operations.c.seq_id > after_seq)
             if end is not None:
-                wanted = wanted.where(operations.c.seq_id < end)
-            wanted = wanted.where(operations.c.state == "done").order_by(operations.c.seq_id)
-            return as_records(Operation, connection.execute(wanted.limit(bounded(limit))).all())
+                query = query.where(operations.c.seq_id < end)
+            query = query.where(operations.c.state == "done").order_by(operations.c.seq_id)
+            return as_records(OperationRecord, connection.execute(query.limit(bounded(limit))).all())
 
-    def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[Operation], int]:
-        """A page of a tenant's operations that failed or were refused, the latest first, and how many there are."""
-        theirs = (operations.c.tenant == tenant, _FAILED)
-        wanted = select(operations).where(*theirs).order_by(operations.c.finished_at.desc(), operations.c.seq_id.desc())
+    def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[OperationRecord], int]:
+        """Return a page of a tenant's operations that failed or were rejected, latest first, and how many there are."""
+        conditions = (operations.c.tenant == tenant, _HAS_FAILED)
+        newest_first = (operations.c.finished_at.desc(), operations.c.seq_id.desc())
+        query = select(operations).where(*conditions).order_by(*newest_first)
         with self._read() as connection:
-            rows = connection.execute(wanted.offset(bounded(offset)).limit(bounded(limit))).all()
-            total = connection.scalar(select(func.count()).select_from(operations).where(*theirs))
-        return as_records(Operation, rows), int(total or 0)
+            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
+            total = connection.scalar(select(func.count()).select_from(operations).where(*conditions))
+        return as_records(OperationRecord, rows), int(total or 0)
 
-    def queued(self) -> list[Operation]:
-        """Every operation that waits, by run and number."""
+    def queued(self) -> list[OperationRecord]:
+        """Return every operation that waits, by run and sequence number."""
         with self._read() as connection:
             rows = connection.execute(
                 select(operations)
                 .where(operations.c.state == "queued")
                 .order_by(operations.c.run_id, operations.c.seq_id)
             ).all()
-        return as_records(Operation, rows)
+        return as_records(OperationRecord, rows)
 
     def last_seq(self, run_id: str) -> int:
-        """The highest number accepted, in any state; -1 if there is none."""
+        """Return the highest sequence number in any state, or -1 if the run has none."""
         with self._read() as connection:
             last = connection.scalar(select(func.max(operations.c.seq_id)).where(operations.c.run_id == run_id))
         return -1 if last is None else int(last)
 
     def command(self, request_id: str) -> bytes:
-        """KeyError if it is not there: never kept, or inside a snapshot by now."""
+        """Return an operation's command. Raises KeyError if it was never stored or is part of a snapshot by now."""
         content = self._payload(request_id, "command")
         if content is None:
             raise KeyError(request_id)
@@ -170,96 +177,121 @@ class Journal(Database):
         at: float,
         result: bytes,
         result_type: Literal["json", "proto"],
-        checkpoint: Checkpoint | None = None,
-        sampler: Sampler | None = None,
+        checkpoint: CheckpointRecord | None = None,
+        sampler: SamplerRecord | None = None,
         engine_s: float | None = None,
         metrics: dict[str, float] | None = None,
-    ) -> Checkpoint | None:
-        """The operation is done, with what came of it; all or nothing. Returns a replaced checkpoint to be removed."""
-        with self._writing(result) as (connection, kept):
-            assert kept is not None
-            self._end(connection, request_id, to="done", at=at, as_type=result_type, seconds=engine_s, numbers=metrics)
-            _insert_payload(connection, request_id, "result", at, kept)
+    ) -> CheckpointRecord | None:
+        """Mark an operation as done and store what it produced, in one transaction.
+
+        Returns a replaced checkpoint whose files can be deleted.
+        """
+        with self._write_with_payload(result) as (connection, payload):
+            assert payload is not None
+            _end_operation(
+                connection,
+                request_id,
+                state="done",
+                finished_at=at,
+                result_type=result_type,
+                engine_s=engine_s,
+                metrics=metrics,
+            )
+            _insert_payload(connection, request_id, "result", at, payload)
             if sampler is not None and not connection.execute(self._insert_new(samplers), values_of(sampler)).rowcount:
-                raise ValidationError(
-                    f"The sampler {sampler.id} is already there. Use another sampling_session_seq_id."
-                )
+                raise ValidationError(f"The sampler {sampler.id} exists already. Use another sampling_session_seq_id.")
             return None if checkpoint is None else put_checkpoint(connection, checkpoint)
 
     def fail(self, request_id: str, *, at: float, error: str, category: str) -> None:
         with self._write() as connection:
-            self._end(connection, request_id, to="failed", at=at, why=error, whose=category)
+            _end_operation(connection, request_id, state="failed", finished_at=at, error=error, category=category)
 
     def expire_results(self, before: float) -> int:
-        """Drop the results that are older, and the remembered answers; how many results. The operations' rows stay."""
+        """Delete results and remembered responses from before that time, and return how many results.
+
+        The rows of the operations stay.
+        """
         with self._write() as connection:
-            gone = connection.execute(
+            deleted = connection.execute(
                 delete(payloads)
                 .where(payloads.c.part == "result", payloads.c.at < before)
                 .returning(payloads.c.request_id, payloads.c.file)
             ).all()
-            for start in range(0, len(gone), _BATCH):
-                ids = [row.request_id for row in gone[start : start + _BATCH]]
+            for start in range(0, len(deleted), _BATCH):
+                ids = [row.request_id for row in deleted[start : start + _BATCH]]
                 connection.execute(update(operations).where(operations.c.request_id.in_(ids)).values(result_type=None))
-            connection.execute(delete(answers).where(answers.c.at < before))
-        self._payloads.remove(row.file for row in gone)
-        return len(gone)
+            connection.execute(delete(remembered_responses).where(remembered_responses.c.at < before))
+        self._payloads.remove(row.file for row in deleted)
+        return len(deleted)
 
-    def _payload(self, request_id: str, part: Part) -> bytes | None:
+    def _payload(self, request_id: str, part: PayloadPart) -> bytes | None:
         with translated():
             with self._read() as connection:
-                row = connection.execute(_GET_PAYLOAD, {"id": request_id, "wanted": part}).first()
-            return None if row is None else self._payloads.read(Kept(row.content, row.file))
+                row = connection.execute(_GET_PAYLOAD, {"id": request_id, "part_name": part}).first()
+            return None if row is None else self._payloads.read(StoredPayload(row.content, row.file))
 
-    def _place(self, connection: Connection, operation: Operation, kept: Kept | None) -> list[str | None]:
-        """Put an operation into its place. Returned are the files of a refused one that had it before."""
-        replaced: list[str | None] = []
+    def _insert_operation(
+        self, connection: Connection, operation: OperationRecord, payload: StoredPayload | None
+    ) -> list[str | None]:
+        """Insert an operation, and return the files of a rejected one that had its sequence number."""
+        replaced_files: list[str | None] = []
         while not connection.execute(self._insert_new(operations), values_of(operation)).rowcount:
-            standing = _standing(connection, operation)
-            if standing.state != "refused" or standing.run_id != operation.run_id:
-                raise Duplicate(standing)
-            replaced += _drop_operation(connection, standing.request_id)
-        if kept is not None:
-            _insert_payload(connection, operation.request_id, "command", operation.created_at, kept)
-        return replaced
-
-    def _end(
-        self,
-        connection: Connection,
-        request_id: str,
-        *,
-        to: str,
-        at: float,
-        as_type: str | None = None,
-        why: str | None = None,
-        whose: str | None = None,
-        seconds: float | None = None,
-        numbers: dict[str, float] | None = None,
-    ) -> None:
-        values = {"id": request_id, "to": to, "at": at, "as_type": as_type, "why": why, "whose": whose}
-        if not connection.execute(_FINISH, {**values, "seconds": seconds, "numbers": numbers}).rowcount:
-            raise KeyError(f"{request_id} is not queued")
+            existing = _existing_operation(connection, operation)
+            if existing.state != "refused" or existing.run_id != operation.run_id:
+                raise Duplicate(existing)
+            replaced_files += _delete_operation(connection, existing.request_id)
+        if payload is not None:
+            _insert_payload(connection, operation.request_id, "command", operation.created_at, payload)
+        return replaced_files
 
 
-def _standing(connection: Connection, operation: Operation) -> Operation:
-    """The operation that has the number, or else the request id, of this one."""
+def _end_operation(
+    connection: Connection,
+    request_id: str,
+    *,
+    state: OperationState,
+    finished_at: float,
+    result_type: str | None = None,
+    error: str | None = None,
+    category: str | None = None,
+    engine_s: float | None = None,
+    metrics: dict[str, float] | None = None,
+) -> None:
+    """Write how an operation ended. Raises KeyError if it does not wait."""
+    columns = {
+        "new_state": state,
+        "new_finished_at": finished_at,
+        "new_result_type": result_type,
+        "new_error": error,
+        "new_category": category,
+        "new_engine_s": engine_s,
+        "new_metrics": metrics,
+    }
+    if not connection.execute(_FINISH, {"id": request_id, **columns}).rowcount:
+        raise KeyError(f"{request_id} is not queued")
+
+
+def _existing_operation(connection: Connection, operation: OperationRecord) -> OperationRecord:
+    """Return the stored operation that has the sequence number, or else the request id, of this one."""
     by_number = select(operations).where(
         operations.c.run_id == operation.run_id, operations.c.seq_id == operation.seq_id
     )
     row = connection.execute(by_number.with_for_update()).first()
     if row is None:
         row = connection.execute(_GET_OPERATION, {"id": operation.request_id}).one()
-    return as_record(Operation, row)
+    return as_record(OperationRecord, row)
 
 
-def _drop_operation(connection: Connection, request_id: str) -> list[str | None]:
+def _delete_operation(connection: Connection, request_id: str) -> list[str | None]:
     connection.execute(delete(operations).where(operations.c.request_id == request_id))
-    dropped = delete(payloads).where(payloads.c.request_id == request_id).returning(payloads.c.file)
-    return list(connection.scalars(dropped))
+    statement = delete(payloads).where(payloads.c.request_id == request_id).returning(payloads.c.file)
+    return list(connection.scalars(statement))
 
 
-def _insert_payload(connection: Connection, request_id: str, part: Part, at: float, kept: Kept) -> None:
+def _insert_payload(
+    connection: Connection, request_id: str, part: PayloadPart, at: float, payload: StoredPayload
+) -> None:
     connection.execute(
         _ADD_PAYLOAD,
-        {"request_id": request_id, "part": part, "at": at, "content": kept.content, "file": kept.file},
+        {"request_id": request_id, "part": part, "at": at, "content": payload.content, "file": payload.file},
     )

@@ -1,4 +1,4 @@
-"""API keys: made here, kept only as hashes."""
+"""Creates API keys, and hashes them: only hashes are stored."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import hashlib
 import secrets
 
 PREFIX = "tml-"
-"""Official clients refuse a key that begins otherwise."""
+"""Official clients reject a key without this prefix."""
 
 
 def new_key() -> str:
-    """A fresh key: 256 random bits, safe in a URL and in a shell."""
+    """Return a new key of 256 random bits that is safe in a URL and in a shell."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_key(key: str) -> str:
-    """What is stored instead. A plain hash will do: a key of ours cannot be guessed, and every request pays for it."""
+    """Return the hash that is stored. Not a slow one: our keys cannot be guessed, and every request computes it."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def hint(key: str) -> str:
-    """How a key begins and ends, so that a person knows which one it is. A short key shows next to nothing."""
+    """Return how a key begins and ends, so that a person recognizes it. Of a short key almost nothing is shown."""
     if len(key) >= 24:
         return f"{key[:8]}…{key[-4:]}"
     return f"{PREFIX}…" if key.startswith(PREFIX) else "…"

@@ -1,4 +1,4 @@
-"""One server per data folder. The operating system holds the lock: it goes with the process, however that ends."""
+"""Allows one server per data folder. The operating system holds the lock and releases it however the process ends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import TracebackType
 from tinkex.errors import ConfigError
 
 _FAR = 1 << 30
-"""Windows locks bytes, and a locked byte cannot be read: lock one far behind the pid."""
+"""Windows locks bytes, and a locked byte cannot be read: lock one far behind the process id in the file."""
 
 
 class DataLock:
-    """`with DataLock(data_dir):` holds the folder; a second holder is refused and told who has it."""
+    """`with DataLock(data_dir):` locks the folder. A second server gets an error with the process id of the first."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / "lock"
@@ -30,25 +30,25 @@ class DataLock:
             holder = os.read(fd, 32).decode("ascii", "replace").strip()
             os.close(fd)
             raise ConfigError(
-                f"Another server (pid {holder or 'unknown'}) uses this data folder. Stop it, or give this one a "
-                "folder of its own with --data-dir."
+                f"Another server (pid {holder or 'unknown'}) uses this data folder. Stop it, or choose another "
+                "folder with --data-dir."
             ) from None
-        except OSError as problem:
+        except OSError as error:
             os.close(fd)
             raise ConfigError(
-                f"The data folder cannot be locked ({problem.strerror}). Choose one on a local disk with --data-dir."
-            ) from problem
+                f"The data folder cannot be locked ({error.strerror}). Choose one on a local disk with --data-dir."
+            ) from error
         os.ftruncate(fd, 0)
         os.lseek(fd, 0, os.SEEK_SET)
         os.write(fd, f"{os.getpid()}\n".encode("ascii"))
         self._fd = fd
 
     def release(self) -> None:
-        """Let go. The file stays: removing it would let two servers lock two files of one name."""
+        """Release the lock. The file stays: removing it would let two servers lock two files of one name."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.ftruncate(fd, 0)
-            _unlock(fd)  # Said, not left to close(): a child that is just being started still has the descriptor.
+            _unlock(fd)  # Not left to close(): a child process that is just being started still has the descriptor.
             os.close(fd)
 
     def __enter__(self) -> DataLock:
@@ -56,7 +56,7 @@ class DataLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
 
@@ -68,8 +68,8 @@ if sys.platform == "win32":
         os.lseek(fd, _FAR, os.SEEK_SET)
         try:
             msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        except OSError as problem:
-            raise BlockingIOError from problem
+        except OSError as error:
+            raise BlockingIOError from error
 
     def _unlock(fd: int) -> None:
         os.lseek(fd, _FAR, os.SEEK_SET)

@@ -1,7 +1,10 @@
-"""Steps from an older database to this release's, run when it is opened.
+"""Upgrades the database of an older release when it is opened.
 
-Steps only add: tables, columns that may be empty or have a default, indexes. A change of `rows.py` is a new step; its
-number is the database's version once it has run.
+A migration only adds: tables, columns that may be empty or have a default, indexes. Every change of `rows.py` is a new
+migration; its number is the version of the database once it has run. `rows.py` is all that a migration needs: what is
+missing is derived from it. That is why there is no migration library (Alembic) here: its revisions would repeat
+`rows.py`, and it would be one more dependency of the server. A change that is more than an addition would be a reason
+to think again.
 """
 
 from __future__ import annotations
@@ -9,46 +12,58 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, MetaData, inspect, select, text
+from sqlalchemy import Connection, MetaData, case, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from tinkex.errors import ConfigError
-from tinkex.store.rows import metadata, schema_version
+from tinkex.store.rows import metadata, operations, schema_version
 
 logger = logging.getLogger("tinkex.store")
 
-Step = Callable[[Connection], None]
+Migration = Callable[[Connection], None]
 _LOCK_ID = 0x74696E6B6578
-"""Names the lock that keeps two programs from migrating one PostgreSQL database together: "tinkex"."""
+"""The id ("tinkex" in ASCII) of the lock that keeps two programs from migrating one PostgreSQL database at once."""
 
 
-def complete(connection: Connection, wanted: MetaData = metadata) -> None:
-    """Add every table, column and index that is missing. What is there stays as it is."""
-    found = inspect(connection)
-    there = set(found.get_table_names())
-    wanted.create_all(
-        connection, [table for name, table in wanted.tables.items() if name not in there], checkfirst=False
+def add_missing(connection: Connection, schema: MetaData = metadata) -> None:
+    """Add every table, column and index of the schema that is missing. Existing ones stay as they are."""
+    inspector = inspect(connection)
+    existing = set(inspector.get_table_names())
+    schema.create_all(
+        connection, [table for name, table in schema.tables.items() if name not in existing], checkfirst=False
     )
-    quoted = connection.dialect.identifier_preparer.quote
-    for name in there & set(wanted.tables):
-        table = wanted.tables[name]
-        columns = {column["name"] for column in found.get_columns(name)}
+    quote = connection.dialect.identifier_preparer.quote
+    for name in existing & set(schema.tables):
+        table = schema.tables[name]
+        columns = {column["name"] for column in inspector.get_columns(name)}
         for column in table.columns:
             if column.name not in columns:
                 definition = CreateColumn(column).compile(dialect=connection.dialect)
-                connection.execute(text(f"ALTER TABLE {quoted(name)} ADD COLUMN {definition}"))
-        indexes = {index["name"] for index in found.get_indexes(name)}
+                connection.execute(text(f"ALTER TABLE {quote(name)} ADD COLUMN {definition}"))
+        indexes = {index["name"] for index in inspector.get_indexes(name)}
         for index in table.indexes:
             if index.name not in indexes:
                 index.create(connection)
 
 
-STEPS: tuple[Step, ...] = (complete, complete)
-"""Step n is at place n - 1. A later step that only adds is `complete` again; one that also fills calls it first."""
+def separate_tokens_from_cost(connection: Connection) -> None:
+    """Add `operations.tokens`, and fill it for operations of older releases.
+
+    Until version 2 a row had the scheduler's cost alone: three times the tokens of a forward_backward, the tokens of a
+    forward, nothing for other kinds.
+    """
+    add_missing(connection)
+    cost, kind = operations.c.cost_tokens, operations.c.kind
+    tokens = case((kind == "forward_backward", cost // 3), (kind == "forward", cost), else_=0)
+    connection.execute(update(operations).where(cost > 0).values(tokens=tokens))
 
 
-def migrate(connection: Connection, steps: Sequence[Step] = STEPS) -> None:
-    """Bring the database up to this release, in the caller's transaction. One of a newer release is refused."""
+MIGRATIONS: tuple[Migration, ...] = (add_missing, add_missing, separate_tokens_from_cost)
+"""Migration n is at index n - 1. One that only adds is `add_missing` again; one that also fills in values calls it."""
+
+
+def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Upgrade the database to this release, in the caller's transaction. Raises ConfigError if it is newer."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(text(f"pg_advisory_xact_lock({_LOCK_ID})")))
     schema_version.create(connection, checkfirst=True)
@@ -56,12 +71,12 @@ def migrate(connection: Connection, steps: Sequence[Step] = STEPS) -> None:
     if version is None:
         connection.execute(schema_version.insert().values(version=0))
         version = 0
-    if version > len(steps):
+    if version > len(migrations):
         raise ConfigError(
             f"The database was written by a newer release of tinkex (its version is {version}, this release knows "
-            f"{len(steps)}). Install the newer release, or start with another database."
+            f"{len(migrations)}). Install the newer release, or start with another database."
         )
-    for number, step in enumerate(steps[version:], version + 1):
-        step(connection)
+    for number, migration in enumerate(migrations[version:], version + 1):
+        migration(connection)
         connection.execute(schema_version.update().values(version=number))
-        logger.info("database brought to version %d", number)
+        logger.info("database upgraded to version %d", number)

@@ -1,4 +1,4 @@
-"""Bytes too large for a row, as files. A file is complete before a row names it, and goes after no row names it."""
+"""Stores bytes that are too large for a row in files, written before and deleted after the row that refers to them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-INLINE_BYTES = 64 * 1024
+MAX_INLINE_BYTES = 64 * 1024
 """Up to this size bytes stay in their row: a second file would cost more than the longer row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Where bytes are: in the row, or in the file of this name."""
+class StoredPayload:
+    """Where bytes are stored: in the row, or in the file of this name."""
 
     content: bytes | None
     file: str | None
 
 
 class Payloads:
-    """The folder `journal/`, in 256 folders so that none grows too long."""
+    """The files in `journal/`, spread over 256 folders so that none gets too many entries."""
 
     def __init__(self, folder: Path, *, is_synced: bool) -> None:
         self._folder = folder
         self._is_synced = is_synced
 
-    def keep(self, content: bytes) -> Kept:
-        """Keep the bytes. Whoever calls removes the file again if its row does not come to be."""
-        if len(content) <= INLINE_BYTES:
-            return Kept(content, None)
+    def write(self, content: bytes) -> StoredPayload:
+        """Store the bytes. The caller removes the file again if its row is not written."""
+        if len(content) <= MAX_INLINE_BYTES:
+            return StoredPayload(content, None)
         name = uuid.uuid4().hex
         target = self._path(name)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -48,22 +48,22 @@ class Payloads:
             unfinished.unlink(missing_ok=True)
             target.unlink(missing_ok=True)
             raise
-        return Kept(None, name)
+        return StoredPayload(None, name)
 
-    def read(self, kept: Kept) -> bytes:
-        if kept.file is None:
-            return kept.content or b""
-        return self._path(kept.file).read_bytes()
+    def read(self, payload: StoredPayload) -> bytes:
+        if payload.file is None:
+            return payload.content or b""
+        return self._path(payload.file).read_bytes()
 
     def remove(self, names: Iterable[str | None]) -> None:
-        """Remove files that no row names any more. One that is gone already is no fault."""
+        """Remove files that no row refers to any more. A file that is gone already is not an error."""
         for name in names:
             if name is not None:
                 self._path(name).unlink(missing_ok=True)
 
-    def sweep(self, named: set[str]) -> int:
-        """Remove every file that is not named, unfinished ones too; how many there were."""
-        orphans = [path for path in self._folder.glob("??/*") if path.is_file() and path.name not in named]
+    def sweep(self, referenced: set[str]) -> int:
+        """Remove every file that is not referenced, unfinished ones included, and return how many there were."""
+        orphans = [path for path in self._folder.glob("??/*") if path.is_file() and path.name not in referenced]
         for path in orphans:
             path.unlink(missing_ok=True)
         return len(orphans)

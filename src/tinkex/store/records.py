@@ -1,4 +1,7 @@
-"""The rows as values. Times are seconds since 1970; folders are relative to the data folder."""
+"""The rows of the database as frozen dataclasses.
+
+Times are seconds since 1970; folders are relative to the data folder.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class SessionRecord:
     id: str
     tenant: str
     created_at: float
@@ -22,12 +25,12 @@ class Session:
     project_id: str | None = None
     display_name: str | None = None
     finished: dict[str, Any] | None = None
-    """What the client said when it finished the session."""
+    """What the client reported when it finished the session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A training run, which is a model, which is an adapter: one id for the three."""
+class RunRecord:
+    """A training run. Its id is also that of its model in the API, and of its adapter in the engine."""
 
     id: str
     tenant: str
@@ -43,13 +46,13 @@ class Run:
     user_metadata: dict[str, Any] | None = None
     is_unloaded: bool = False
     snapshot: str | None = None
-    """Folder of the last snapshot. Operations up to and including `snapshot_seq` are inside it."""
+    """Folder of the last snapshot, which includes the operations up to and including `snapshot_seq`."""
     snapshot_seq: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """A training operation: a line of the journal. Number 0 of a run is its creation; clients count from 1."""
+class OperationRecord:
+    """A training operation in the journal. Number 0 of a run is its creation; clients count from 1."""
 
     request_id: str
     run_id: str
@@ -61,20 +64,23 @@ class Operation:
     created_at: float = 0.0
     finished_at: float | None = None
     cost_tokens: int = 0
+    """What the scheduler charges its tenant, in tokens of a forward pass. To be shown: `tokens`."""
     error: str | None = None
     category: str | None = None
     result_type: Literal["json", "proto"] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """What the server needs to know beside the engine's command: names, paths, times to live."""
+    """What the server needs besides the engine's command: names, paths, times to live."""
     engine_s: float | None = None
-    """From when the engine was given it until it answered; what others had it do meanwhile is in it."""
+    """Seconds from handing it to the engine until the reply, including work of other runs in between."""
     metrics: dict[str, float] | None = None
-    """What came of it in numbers; they stay when the result expires."""
+    """The metrics of the result. They stay when the result expires."""
+    tokens: int = 0
+    """Input tokens of a pass: those that a page or a report shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampler:
-    """A sampling session: a base model, a saved checkpoint, or (ephemeral) a folder of its own."""
+class SamplerRecord:
+    """A sampling session, of a base model, of a saved checkpoint, or of weights saved only for it (ephemeral)."""
 
     id: str
     tenant: str
@@ -83,12 +89,12 @@ class Sampler:
     created_at: float
     model_path: str | None = None
     folder: str | None = None
-    """Of an ephemeral sampler, or the files of a checkpoint that was replaced since; they go with the session."""
+    """Weights of an ephemeral sampler, or of a checkpoint that was replaced since. Deleted with the session."""
     clients: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class CheckpointRecord:
     path: str
     """tinker://{run}/{kind}/{name}"""
     tenant: str
@@ -110,10 +116,17 @@ class Checkpoint:
     is_public: bool = False
     user_metadata: dict[str, Any] | None = None
 
+    def is_alive(self, now: float) -> bool:
+        """Whether it has not expired. An expired one is gone at once, also before its files are deleted."""
+        return self.expires_at is None or self.expires_at > now
+
+    def is_readable_by(self, tenant: str) -> bool:
+        return self.is_public or self.tenant == tenant
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """An API key: its hash, never itself. `hint` is how it begins and ends, for people."""
+class KeyRecord:
+    """An API key: its hash, never the key itself. `hint` is how it begins and ends, for people."""
 
     id: str
     sha256: str

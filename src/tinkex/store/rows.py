@@ -1,4 +1,4 @@
-"""The tables. A column has the name of the record's field it holds; what a record lacks is said at the column."""
+"""The tables. Columns are named after the fields of the records; columns without a field are commented."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from sqlalchemy import (
 metadata = MetaData()
 
 
-class Words(TypeDecorator[str]):
-    """Text from anywhere. PostgreSQL has no zero character and neither database has half a surrogate pair, so a client
-    that sends one would otherwise make a lookup fail instead of finding nothing."""
+class SafeText(TypeDecorator[str]):
+    """Text that may come from a client. PostgreSQL cannot store a zero character, and neither database half a surrogate
+    pair: without the replacement, a lookup of such a text would fail instead of finding nothing."""
 
     impl = Text
     cache_ok = True
@@ -38,7 +38,7 @@ class Words(TypeDecorator[str]):
 
 
 class Json(TypeDecorator[Any]):
-    """A value as JSON text; None is NULL. No JSON column: text comes back as it was, key order included."""
+    """A value as JSON text; None is NULL. Not a JSON column: text comes back unchanged, key order included."""
 
     impl = Text
     cache_ok = True
@@ -50,7 +50,7 @@ class Json(TypeDecorator[Any]):
         return None if value is None else orjson.loads(value)
 
 
-class Wide(TypeDecorator[int]):
+class WideInteger(TypeDecorator[int]):
     """An integer of any size, as text: seeds are unsigned 64-bit, which no integer column holds."""
 
     impl = Text
@@ -68,15 +68,15 @@ schema_version = Table("schema_version", metadata, Column("version", BigInteger,
 sessions = Table(
     "sessions",
     metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", Words, nullable=False),
+    Column("id", SafeText, primary_key=True),
+    Column("tenant", SafeText, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("seen_at", Double, nullable=False),
     Column("tags", Json, nullable=False),
     Column("user_metadata", Json, nullable=False),
-    Column("sdk_version", Words, nullable=False),
-    Column("project_id", Words),
-    Column("display_name", Words),
+    Column("sdk_version", SafeText, nullable=False),
+    Column("project_id", SafeText),
+    Column("display_name", SafeText),
     Column("finished", Json),
 )
 Index("sessions_by_tenant", sessions.c.tenant, sessions.c.created_at, sessions.c.id)
@@ -90,12 +90,12 @@ Index(
 runs = Table(
     "runs",
     metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", Words, nullable=False),
-    Column("session_id", Words, nullable=False, index=True),
-    Column("base_model", Words, nullable=False),
+    Column("id", SafeText, primary_key=True),
+    Column("tenant", SafeText, nullable=False),
+    Column("session_id", SafeText, nullable=False, index=True),
+    Column("base_model", SafeText, nullable=False),
     Column("rank", BigInteger, nullable=False),
-    Column("seed", Wide, nullable=False),
+    Column("seed", WideInteger, nullable=False),
     Column("train_attn", Boolean, nullable=False),
     Column("train_mlp", Boolean, nullable=False),
     Column("train_unembed", Boolean, nullable=False),
@@ -103,7 +103,7 @@ runs = Table(
     Column("last_request_at", Double, nullable=False),
     Column("user_metadata", Json),
     Column("is_unloaded", Boolean, nullable=False),
-    Column("snapshot", Words),
+    Column("snapshot", SafeText),
     Column("snapshot_seq", BigInteger, nullable=False),
 )
 Index("runs_by_tenant", runs.c.tenant, runs.c.created_at, runs.c.id)
@@ -111,21 +111,22 @@ Index("runs_by_tenant", runs.c.tenant, runs.c.created_at, runs.c.id)
 operations = Table(
     "operations",
     metadata,
-    Column("request_id", Words, primary_key=True),
-    Column("run_id", Words, nullable=False),
-    Column("tenant", Words, nullable=False),
+    Column("request_id", SafeText, primary_key=True),
+    Column("run_id", SafeText, nullable=False),
+    Column("tenant", SafeText, nullable=False),
     Column("seq_id", BigInteger, nullable=False),
-    Column("kind", Words, nullable=False),
-    Column("digest", Words, nullable=False),
-    Column("state", Words, nullable=False),
+    Column("kind", SafeText, nullable=False),
+    Column("digest", SafeText, nullable=False),
+    Column("state", SafeText, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("finished_at", Double),
     Column("cost_tokens", BigInteger, nullable=False),
-    Column("error", Words),
-    Column("category", Words),
-    Column("result_type", Words),
+    Column("error", SafeText),
+    Column("category", SafeText),
+    Column("result_type", SafeText),
     Column("options", Json, nullable=False),
     Column("engine_s", Double),
+    Column("tokens", BigInteger, nullable=False, server_default="0"),
     Column("metrics", Json),
     UniqueConstraint("run_id", "seq_id", name="operations_once"),
 )
@@ -147,11 +148,11 @@ Index(
 payloads = Table(
     "payloads",
     metadata,
-    Column("request_id", Words, nullable=False),
-    Column("part", Words, nullable=False),  # "command" or "result"
+    Column("request_id", SafeText, nullable=False),
+    Column("part", SafeText, nullable=False),  # "command" or "result"
     Column("at", Double, nullable=False),  # when it was written; results expire by it
     Column("content", LargeBinary),  # the bytes, or
-    Column("file", Words),  # the name of the file that holds them
+    Column("file", SafeText),  # the name of the file that holds them
     PrimaryKeyConstraint("request_id", "part"),
 )
 """Apart from `operations`, so that lists never read bytes and finishing never rewrites them."""
@@ -171,26 +172,26 @@ Index(
 samplers = Table(
     "samplers",
     metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", Words, nullable=False),
-    Column("session_id", Words, nullable=False, index=True),
-    Column("base_model", Words, nullable=False),
+    Column("id", SafeText, primary_key=True),
+    Column("tenant", SafeText, nullable=False),
+    Column("session_id", SafeText, nullable=False, index=True),
+    Column("base_model", SafeText, nullable=False),
     Column("created_at", Double, nullable=False),
-    Column("model_path", Words),
-    Column("folder", Words),
+    Column("model_path", SafeText),
+    Column("folder", SafeText),
     Column("clients", BigInteger, nullable=False),
 )
 
 checkpoints = Table(
     "checkpoints",
     metadata,
-    Column("path", Words, primary_key=True),
-    Column("tenant", Words, nullable=False),
-    Column("run_id", Words, nullable=False, index=True),
-    Column("kind", Words, nullable=False),
-    Column("name", Words, nullable=False),
-    Column("folder", Words, nullable=False),
-    Column("base_model", Words, nullable=False),
+    Column("path", SafeText, primary_key=True),
+    Column("tenant", SafeText, nullable=False),
+    Column("run_id", SafeText, nullable=False, index=True),
+    Column("kind", SafeText, nullable=False),
+    Column("name", SafeText, nullable=False),
+    Column("folder", SafeText, nullable=False),
+    Column("base_model", SafeText, nullable=False),
     Column("rank", BigInteger, nullable=False),
     Column("train_attn", Boolean, nullable=False),
     Column("train_mlp", Boolean, nullable=False),
@@ -208,11 +209,11 @@ Index("checkpoints_by_tenant", checkpoints.c.tenant, checkpoints.c.created_at, c
 keys = Table(
     "keys",
     metadata,
-    Column("id", Words, primary_key=True),
-    Column("sha256", Words, nullable=False, unique=True),
-    Column("tenant", Words, nullable=False),
-    Column("name", Words, nullable=False),
-    Column("hint", Words, nullable=False),
+    Column("id", SafeText, primary_key=True),
+    Column("sha256", SafeText, nullable=False, unique=True),
+    Column("tenant", SafeText, nullable=False),
+    Column("name", SafeText, nullable=False),
+    Column("hint", SafeText, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("revoked_at", Double),
 )
@@ -220,22 +221,22 @@ keys = Table(
 audit = Table(
     "audit",
     metadata,
-    Column("id", Words, primary_key=True),
+    Column("id", SafeText, primary_key=True),
     Column("at", Double, nullable=False),
-    Column("tenant", Words, nullable=False),
-    Column("action", Words, nullable=False),
-    Column("target", Words, nullable=False),
+    Column("tenant", SafeText, nullable=False),
+    Column("action", SafeText, nullable=False),
+    Column("target", SafeText, nullable=False),
     Column("detail", Json, nullable=False),
 )
 Index("audit_by_tenant", audit.c.tenant, audit.c.at, audit.c.id)
 
-answers = Table(
+remembered_responses = Table(
     "answers",
     metadata,
-    Column("tenant", Words, nullable=False),
-    Column("key", Words, nullable=False),
+    Column("tenant", SafeText, nullable=False),
+    Column("key", SafeText, nullable=False),
     Column("answer", LargeBinary, nullable=False),
     Column("at", Double, nullable=False, index=True),
     PrimaryKeyConstraint("tenant", "key"),
 )
-"""What was answered under an idempotency key, so that a repeated request gets the same answer."""
+"""The response to a request with an idempotency key, so that a repeated request gets the same response."""

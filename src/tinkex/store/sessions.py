@@ -1,4 +1,4 @@
-"""Sessions, and the samplers that belong to them."""
+"""The store of sessions, and of the samplers that belong to them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from sqlalchemy import and_, bindparam, insert, or_, select, update
 
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
-from tinkex.store.records import Sampler, Session
+from tinkex.store.records import SamplerRecord, SessionRecord
 from tinkex.store.rows import samplers, sessions
 
 _NEWEST_FIRST = (sessions.c.created_at.desc(), sessions.c.id.desc())
 _TOUCH = update(sessions).where(sessions.c.id == bindparam("session_id")).values(seen_at=bindparam("at"))
 
 
-class Sessions(Database):
-    def add_session(self, session: Session) -> None:
+class SessionStore(Database):
+    def add_session(self, session: SessionRecord) -> None:
         with self._write() as connection:
-            # Whole microseconds, which is what a date on the wire holds: a page's cursor must find its row again.
+            # Whole microseconds, as in a date on the wire: the cursor of a page must match its row again.
             connection.execute(insert(sessions), {**values_of(session), "created_at": round(session.created_at, 6)})
 
-    def get_session(self, session_id: str) -> Session | None:
+    def get_session(self, session_id: str) -> SessionRecord | None:
         with self._read() as connection:
             row = connection.execute(select(sessions).where(sessions.c.id == session_id)).first()
-        return None if row is None else as_record(Session, row)
+        return None if row is None else as_record(SessionRecord, row)
 
     def touch_session(self, session_id: str, at: float) -> None:
         with self._write() as connection:
@@ -36,12 +36,12 @@ class Sessions(Database):
     def set_session_project(self, session_id: str, project_id: str | None) -> None:
         self._set_session(session_id, project_id=project_id)
 
-    def list_sessions(self, tenant: str, offset: int, limit: int) -> list[Session]:
-        """Newest first."""
-        wanted = select(sessions).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
+    def list_sessions(self, tenant: str, offset: int, limit: int) -> list[SessionRecord]:
+        """Return a page of a tenant's sessions, newest first."""
+        query = select(sessions).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
         with self._read() as connection:
-            rows = connection.execute(wanted.offset(bounded(offset)).limit(bounded(limit))).all()
-        return as_records(Session, rows)
+            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
+        return as_records(SessionRecord, rows)
 
     def search_sessions(
         self,
@@ -53,82 +53,77 @@ class Sessions(Database):
         project_ids: Sequence[str] | None = None,
         limit: int = 50,
         before: tuple[float, str] | None = None,
-    ) -> list[Session]:
-        """Newest first, after `before` (a session's created_at and id).
+    ) -> list[SessionRecord]:
+        """Return matching sessions, newest first, that come after `before` (a session's created_at and id).
 
-        Every pair of `user_metadata` must hold, and every word of `display_name` be in the name, in any case. A session
-        that has `session_id` need not have the name.
+        A session matches if it has every pair of `user_metadata` and its name contains every word of `display_name`,
+        ignoring case. The session with the id `session_id` matches whatever its name.
         """
-        wanted = select(sessions).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
+        query = select(sessions).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
         if session_id is not None and display_name is None:
-            wanted = wanted.where(sessions.c.id == session_id)
+            query = query.where(sessions.c.id == session_id)
         if project_ids is not None:
-            wanted = wanted.where(sessions.c.project_id.in_(project_ids))
+            query = query.where(sessions.c.project_id.in_(project_ids))
         if before is not None:
             at, last = round(before[0], 6), before[1]
             older = and_(sessions.c.created_at == at, sessions.c.id < last)
-            wanted = wanted.where(or_(sessions.c.created_at < at, older))
-        words = (display_name or "").casefold().split()
-        found: list[Session] = []
-        # Metadata and names are compared here: JSON and letter case differ between databases.
-        in_portions = {"yield_per": 200}
-        with self._read() as connection, connection.execute(wanted, execution_options=in_portions) as rows:
+            query = query.where(or_(sessions.c.created_at < at, older))
+        name_parts = (display_name or "").casefold().split()
+        matches: list[SessionRecord] = []
+        # Metadata and names are compared here: the databases treat JSON and letter case differently.
+        in_batches = {"yield_per": 200}
+        with self._read() as connection, connection.execute(query, execution_options=in_batches) as rows:
             for row in rows:
-                session = as_record(Session, row)
-                is_named = all(word in (session.display_name or "").casefold() for word in words)
+                session = as_record(SessionRecord, row)
+                has_name = all(part in (session.display_name or "").casefold() for part in name_parts)
                 has_pairs = all(session.user_metadata.get(name) == v for name, v in (user_metadata or {}).items())
-                if has_pairs and (is_named or session.id == session_id):
-                    found.append(session)
-                if len(found) >= limit:
+                if has_pairs and (has_name or session.id == session_id):
+                    matches.append(session)
+                if len(matches) >= limit:
                     break
-        return found
-
-    def idle_sessions(self, before: float) -> list[Session]:
-        """Sessions that nobody finished and nobody has been heard from since."""
-        with self._read() as connection:
-            rows = connection.execute(
-                select(sessions)
-                .where(sessions.c.finished.is_(None), sessions.c.seen_at < before)
-                .order_by(sessions.c.seen_at)
-            ).all()
-        return as_records(Session, rows)
+        return matches
 
     def _set_session(self, session_id: str, **values: Any) -> None:
         with self._write() as connection:
             connection.execute(update(sessions).where(sessions.c.id == session_id).values(**values))
 
-    def add_sampler(self, sampler: Sampler) -> Sampler:
-        """The sampler that now has this id: the given one, or the one that was there."""
+    def add_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
+        """Add a sampler unless one with its id exists, and return the one that is stored."""
         with self._write() as connection:
             if connection.execute(self._insert_new(samplers), values_of(sampler)).rowcount:
                 return sampler
-            return as_record(Sampler, connection.execute(select(samplers).where(samplers.c.id == sampler.id)).one())
+            return as_record(
+                SamplerRecord, connection.execute(select(samplers).where(samplers.c.id == sampler.id)).one()
+            )
 
-    def get_sampler(self, sampler_id: str) -> Sampler | None:
+    def get_sampler(self, sampler_id: str) -> SamplerRecord | None:
         with self._read() as connection:
             row = connection.execute(select(samplers).where(samplers.c.id == sampler_id)).first()
-        return None if row is None else as_record(Sampler, row)
+        return None if row is None else as_record(SamplerRecord, row)
 
-    def samplers_of_session(self, session_id: str) -> list[Sampler]:
-        """Oldest first."""
+    def samplers_of_session(self, session_id: str) -> list[SamplerRecord]:
+        """Return a session's samplers, oldest first."""
         with self._read() as connection:
             rows = connection.execute(
                 select(samplers)
                 .where(samplers.c.session_id == session_id)
                 .order_by(samplers.c.created_at, samplers.c.id)
             ).all()
-        return as_records(Sampler, rows)
+        return as_records(SamplerRecord, rows)
 
-    def samplers_with_files(self) -> list[Sampler]:
-        """Those with a folder of their own: ephemeral ones, and ones whose checkpoint was replaced. Oldest first."""
+    def samplers_with_files(self) -> list[SamplerRecord]:
+        """Return the samplers that have their own folder, oldest first.
+
+        These are ephemeral samplers, and samplers whose checkpoint was replaced.
+        """
         with self._read() as connection:
             rows = connection.execute(
                 select(samplers).where(samplers.c.folder.is_not(None)).order_by(samplers.c.created_at, samplers.c.id)
             ).all()
-        return as_records(Sampler, rows)
+        return as_records(SamplerRecord, rows)
 
     def join_sampler(self, sampler_id: str) -> int:
-        """The number of a client that joins: the creator has 0. KeyError if there is no such sampler."""
+        """Count a client that joins, and return its number; the creator has 0. Raises KeyError if unknown."""
         joined = (
             update(samplers)
             .where(samplers.c.id == sampler_id)

@@ -1,4 +1,4 @@
-"""Everything that must survive a restart. Called from one thread at a time; every call is one transaction."""
+"""The store as one object. It is used by one thread at a time, and every method is one transaction."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from sqlalchemy import select
 from sqlalchemy.exc import DatabaseError
 
 from tinkex.errors import ConfigError
-from tinkex.store.access import Access
-from tinkex.store.checkpoints import Checkpoints
+from tinkex.store.access import AccessStore
+from tinkex.store.checkpoints import CheckpointStore
 from tinkex.store.database import Durability, connect, sqlite_connection
 from tinkex.store.errors import DiskFull, Duplicate, Unavailable
 from tinkex.store.journal import Journal
 from tinkex.store.migrations import migrate
 from tinkex.store.payloads import Payloads
 from tinkex.store.rows import payloads
-from tinkex.store.sessions import Sessions
+from tinkex.store.sessions import SessionStore
 
 __all__ = ["DiskFull", "Duplicate", "Store", "Unavailable"]
 
 
-class Store(Sessions, Journal, Checkpoints, Access):
+class Store(SessionStore, Journal, CheckpointStore, AccessStore):
     """Rows in SQLite or PostgreSQL, large payloads in files beside them."""
 
     @classmethod
     def open(cls, url: str, data_dir: Path, *, durability: Durability = "normal") -> Store:
-        """Connect, and bring the database up to this release.
+        """Connect, and upgrade the database to this release.
 
-        "normal" survives the death of any process; "full" also survives the loss of power, at the price of a disk flush
+        "normal" survives the death of any process; "full" also survives a power failure, at the price of a disk flush
         per call (on PostgreSQL its own settings decide).
         """
         engine = connect(url, durability)
@@ -39,9 +39,9 @@ class Store(Sessions, Journal, Checkpoints, Access):
         try:
             with store._write() as connection:
                 migrate(connection)
-        except (DatabaseError, Unavailable) as problem:
+        except (DatabaseError, Unavailable) as error:
             store.close()
-            raise ConfigError(f"The database cannot be opened: {_reason(problem)}") from problem
+            raise ConfigError(f"The database cannot be opened: {_driver_message(error)}") from error
         except BaseException:
             store.close()
             raise
@@ -51,25 +51,25 @@ class Store(Sessions, Journal, Checkpoints, Access):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
     def sweep(self) -> int:
-        """Remove payload files that no row names (a crash leaves some); how many. Only for who holds the data lock."""
+        """Remove payload files that no row refers to (a crash leaves some); returns how many. Needs the data lock."""
         with self._read() as connection:
-            named = {name for name in connection.scalars(select(payloads.c.file)) if name is not None}
-        return self._payloads.sweep(named)
+            referenced = {name for name in connection.scalars(select(payloads.c.file)) if name is not None}
+        return self._payloads.sweep(referenced)
 
     def backup(self, target: Path) -> None:
-        """Write a consistent copy of the database to `target`, while others go on using it.
+        """Write a consistent copy of the database to `target` while it is in use.
 
-        Payload files are not in it: copy `journal/` and `checkpoints/` after it.
+        Payload files are not included: copy `journal/` and `checkpoints/` after it.
         """
         if self._engine.dialect.name != "sqlite":
             raise ConfigError("A PostgreSQL database is backed up with its own tool: run pg_dump on it.")
         if target.exists():
-            raise ConfigError(f"{target.name} is already there. Name a file that does not exist.")
+            raise ConfigError(f"{target.name} exists already. Name a file that does not exist.")
         unfinished = target.with_name(target.name + ".part")
         unfinished.unlink(missing_ok=True)
         try:
@@ -85,8 +85,8 @@ class Store(Sessions, Journal, Checkpoints, Access):
             unfinished.unlink(missing_ok=True)
 
 
-def _reason(problem: DatabaseError | Unavailable) -> str:
-    """What the driver says, for the person who starts the server; it names host and user, never the password."""
-    cause = problem if isinstance(problem, DatabaseError) else problem.__cause__
-    said = str(getattr(cause, "orig", None) or cause).strip()
-    return said.splitlines()[0] if said else "it gave no reason"
+def _driver_message(error: DatabaseError | Unavailable) -> str:
+    """Return the driver's message, for the person who starts the server. It holds host and user, never the password."""
+    cause = error if isinstance(error, DatabaseError) else error.__cause__
+    message = str(getattr(cause, "orig", None) or cause).strip()
+    return message.splitlines()[0] if message else "it gave no reason"

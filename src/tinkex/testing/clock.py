@@ -57,6 +57,15 @@ class FakeClock(Clock):
                     self._sleepers.remove(entry)
                     heapq.heapify(self._sleepers)
 
+    def pause(self, seconds: float) -> None:
+        """Block the calling thread until `advance` has passed the time; with `auto=True`, turn the hands at once."""
+        self.slept.append(seconds)
+        with self._changed:
+            end = self._now + max(seconds, 0.0)
+            if self._auto:
+                self._now = end
+            self._changed.wait_for(lambda: self._now >= end)
+
     @property
     def sleepers(self) -> int:
         """How many are asleep now."""
@@ -69,6 +78,7 @@ class FakeClock(Clock):
             while self._sleepers and self._sleepers[0][0] <= self._now:
                 _, _, loop, alarm = heapq.heappop(self._sleepers)
                 loop.call_soon_threadsafe(_ring, alarm)
+            self._changed.notify_all()
 
     def wait_for_sleepers(self, count: int = 1, timeout_s: float = 5.0) -> None:
         """Block until at least so many are asleep. Not for use on the loop they sleep on."""

@@ -12,24 +12,16 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tinkex.rules.losses import LOSSES
+
 _SIZE = 4096
 # Surprise of a fresh model, 0.25 … 4.25, spread by Knuth's multiplicative hash.
 _SURPRISE = [0.25 + 4.0 * ((i * 2654435761) % 2**32) / 2**32 for i in range(_SIZE)]
 _GAIN = 4.0  # skill per unit of learning rate: twelve steps of 5e-3 lower a loss by a fifth
 _SKILL_LIMIT = 8.0
 
-LOSSES = frozenset(
-    {
-        "cross_entropy",
-        "importance_sampling",
-        "ppo",
-        "cispo",
-        "dro",
-        "gspo",
-        "kl_divergence",
-        "custom",
-    }
-)
+OFFERED = frozenset((*LOSSES, "custom"))
+"""Every known loss. What this model computes for them is made up; only the kinds of their inputs are real."""
 
 
 class BadData(Exception):
@@ -89,8 +81,8 @@ class Pass:
 
 def run(weights: Weights, rows: Sequence[Row], loss_fn: str, config: Mapping[str, object]) -> Pass:
     """One pass over the data. Losses are sums over tokens."""
-    if loss_fn not in LOSSES:
-        raise BadData(f"loss_fn {loss_fn!r} is not offered. Offered: {', '.join(sorted(LOSSES))}")
+    if loss_fn not in OFFERED:
+        raise BadData(f"loss_fn {loss_fn!r} is not offered. Offered: {', '.join(sorted(OFFERED))}")
     if not rows:
         raise BadData("no data")
     found: list[Array] = []

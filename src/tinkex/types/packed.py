@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tinkex.errors import MissingExtra
 from tinkex.types.coerce import Mismatch, describe
+from tinkex.types.fastpath import has_bool, has_negative
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,29 +42,9 @@ def pack_tokens(values: Sequence[Any]) -> bytes:
         packed = struct.pack(f"<{len(values)}i", *values)
     except (struct.error, TypeError):
         raise _bad_token(values) from None
-    # A negative number shows in the top bit of its last byte.
-    if not packed[3::4].isascii():
-        raise _bad_token(values)
-    if _has_bool(values, packed):
+    if has_negative(packed, 4) or has_bool(values, packed):
         raise _bad_token(values)
     return packed
-
-
-def _has_bool(values: Sequence[Any], packed: bytes) -> bool:
-    # A bool packs as 0 or 1. Asking only the entries whose first byte is 0 or 1 for their type is 5 times faster than
-    # asking each, as long as they are few.
-    suspects = packed[0::4].translate(_IS_0_OR_1)
-    if suspects.count(1) > len(values) // 16:
-        return bool in set(map(type, values))
-    at = suspects.find(1)
-    while at >= 0:
-        if type(values[at]) is bool:
-            return True
-        at = suspects.find(1, at + 1)
-    return False
-
-
-_IS_0_OR_1 = bytes((1, 1, *bytes(254)))
 
 
 def _bad_token(values: Sequence[Any]) -> Mismatch:

@@ -227,7 +227,7 @@ def _whole(name: str, values: Any) -> list[int] | None:
 _FLAT = frozenset(("data", "dtype"))
 _SHAPED = frozenset(("data", "dtype", "shape"))
 
-_BY_KEY: dict[str, TensorDtype] = {
+INPUT_DTYPES: dict[str, TensorDtype] = {
     "target_tokens": "int64",
     "weights": "float32",
     "advantages": "float32",
@@ -236,11 +236,12 @@ _BY_KEY: dict[str, TensorDtype] = {
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
 }
+"""The inputs of the known losses and their dtypes. `rules.losses` says which loss takes which."""
 
 
 def dtype_of(key: str | None) -> TensorDtype | None:
     """The dtype a loss input has by its name, or None if the values decide."""
-    return None if key is None else _BY_KEY.get(key)
+    return None if key is None else INPUT_DTYPES.get(key)
 
 
 def _without_padding(dense: TensorData, pad_value: int) -> Any:

@@ -1,7 +1,7 @@
-"""A training loop under the eyes of its user: `tinkex.progress`, what it counts, what it costs, how it is shown.
+"""Shows a training loop while it runs: `tinkex.progress`, with step, loss, tokens, time left and cost.
 
-`tally` counts events, `prices` turns tokens into money, `report`, `line` and `curve` make text, `screen` writes it,
-`progress` puts them together. Nothing here asks the service for anything but the name of a base model.
+`tally` adds up the SDK's events, `prices` turns tokens into money, `report` makes the text, `progress` connects them to
+the screen in `tinkex.terminal`. The only request it may send to the service asks for the name of a base model.
+
+Others import: progress.
 """
-
-from __future__ import annotations

@@ -1,7 +1,7 @@
 """`tinkex.progress(training, steps=100)`: one line about a training loop, its cost, and a budget that ends it.
 
-It listens to the SDK's events and asks nothing of the service. It never gets in the loop's way: what it cannot draw it
-leaves out, and what it cannot know it does not show.
+It listens to the SDK's events and sends no requests. It never disturbs the loop: a line that cannot be drawn is left
+out, and so is a number that is not known.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tinkex import events
 from tinkex.clock import REAL, Clock
 from tinkex.errors import ConfigError, ValidationError
 from tinkex.terminal import curve as curves
+from tinkex.terminal import live as live_lines
 from tinkex.terminal import screen as screens
-from tinkex.terminal.line import can_encode
 from tinkex.watch import prices as price_tables
 from tinkex.watch.prices import Price, Prices, PriceTable
 from tinkex.watch.report import Report
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.2
 ROUNDING = 1e-9
-"""Sums of floats come out a little beside the figure that the caller has in mind."""
+"""Allowed excess over the budget: sums of floats differ a little from the caller's exact figure."""
 
 
 def progress(
@@ -47,11 +47,11 @@ def progress(
 ) -> Progress:
     """Show a training loop: step, loss, tokens, time left, why it waits, and what it costs.
 
-    Iterate over it for the numbers of the steps, or let it count optim_steps by itself. `prices` are per base model
-    and million tokens: a mapping, or the path of a TOML or JSON file. With a `budget` the iteration ends before a step
-    that would pass it. `start` is the first step of a resumed run. Samples of all samplers of the same `ServiceClient`
-    count, unless `samplers` names some. It is written to stderr, or to `file`; `live` overrules whether one line is
-    drawn over.
+    Iterate over it to get the step numbers, or let it count the optim_steps. `prices` are per base model and million
+    tokens: a mapping, or the path of a TOML or JSON file. With a `budget` the iteration ends before a step that would
+    exceed it. `start` is the first step of a resumed run. Samples of all samplers of the same `ServiceClient` count,
+    unless `samplers` names some. The line is written to stderr, or to `file`; `live` overrules whether it is drawn
+    over or written as whole lines.
 
     >>> training = service.create_lora_training_client("Qwen/Qwen3-8B")
     >>> datum = tinkex.Datum(tinkex.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0, 1]})
@@ -77,7 +77,7 @@ def progress(
 
 
 class Progress:
-    """Made by `tinkex.progress`. A context manager and an iterator; all its numbers may be read at any time."""
+    """Created by `tinkex.progress`. A context manager and an iterator; its numbers may be read at any time."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Progress:
         _check(steps, start, budget, prices is not None)
         self.steps, self.budget = steps, budget
         self.stopped_by: Literal["", "steps", "budget"] = ""
-        """Why the iteration ended by itself."""
+        """Why the iteration ended, unless the caller left it."""
         self._prices: Prices | None = None if prices is None else price_tables.read(prices)
         price: Price | None = None
         if self._prices is not None:
@@ -106,8 +106,8 @@ class Progress:
         self._file, self._live, self._every_s = file, live, max(every_s, 0.01)
         self._tally = Tally(
             training.model_id,
-            training._session.session_id or "",
-            None if samplers is None else frozenset(sampler._sampling_session_id for sampler in samplers),
+            training.session_id or "",
+            None if samplers is None else frozenset(sampler.sampling_session_id for sampler in samplers),
             clock,
             self._prices,
             price,
@@ -128,17 +128,17 @@ class Progress:
 
     @property
     def notes(self) -> dict[str, list[curves.Point]]:
-        """What `note` was told, by name."""
+        """The numbers passed to `note`, by name."""
         return self._report.notes
 
     @property
     def step(self) -> int:
-        """How many steps are done, with those before `start`."""
+        """How many steps are done, including those before `start`."""
         return self._tally.step
 
     @property
     def tokens(self) -> int:
-        """Tokens of all kinds that have been worked on."""
+        """Tokens of all kinds that have been processed."""
         return self._tally.tokens
 
     @property
@@ -147,12 +147,12 @@ class Progress:
 
     @property
     def cost(self) -> float | None:
-        """Of everything that was called for and has not failed; None without prices."""
+        """The cost of all calls that have not failed; None without prices."""
         return None if self._prices is None else self._tally.cost
 
     @property
     def expected_cost(self) -> float | None:
-        """What all steps should cost, by the mean of the last ones; None if that cannot be told yet."""
+        """The expected cost of all steps, from the mean of the last ones; None before the first step is done."""
         if self._prices is None or self.steps is None:
             return None
         return self._tally.cost_at(self.steps)
@@ -164,32 +164,32 @@ class Progress:
     # -- use --------------------------------------------------------------------------------------------------------
 
     def note(self, **numbers: float) -> None:
-        """Show numbers of your own beside the loss, such as a reward: `progress.note(reward=0.4)`."""
-        step = self._tally.given or self._tally.step + 1
+        """Show your own numbers beside the loss, such as a reward: `progress.note(reward=0.4)`."""
+        step = self._tally.loop_step or self._tally.step + 1
         for name, value in numbers.items():
             self.notes.setdefault(name, []).append(curves.Point(step, float(value)))
 
     def print(self, *values: object) -> None:
-        """Like `print`, above the line and without spoiling it."""
+        """Print above the live line, without damaging it."""
         text = " ".join(map(str, values))
         if self._screen is None:
-            print(text, file=self._file or screens.default_file())
+            print(text, file=self._file or live_lines.default_file())
         else:
             self._screen.print(text)
 
     def curve(self, name: str = "loss", *, width: int = 72, height: int = 12) -> str:
-        """The loss over the steps as text, or what was noted under another name."""
+        """Return the loss over the steps as text, or the numbers noted under another name."""
         if name == "loss":
             points = [curves.Point(record.step, record.loss) for record in self.history if record.loss is not None]
         elif name in self.notes:
             points = list(self.notes[name])
         else:
             raise ValidationError(f"There is no curve of {name!r}. There are: {', '.join(['loss', *self.notes])}.")
-        encoding = getattr(self._file or screens.default_file(), "encoding", None)
-        return curves.draw(points, name, width, height, is_ascii=not can_encode("⣿└", encoding))
+        encoding = getattr(self._file or live_lines.default_file(), "encoding", None)
+        return curves.draw(points, name, width, height, encoding)
 
     def __iter__(self) -> Iterator[int]:
-        """The steps, counted from 0 (or `start`), until they are done or the budget is."""
+        """Yield the steps, counted from 0 (or `start`), until they are done or the budget is used up."""
         if self._screen is not None:
             yield from self._steps()
             return
@@ -198,10 +198,10 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._pid:
-            raise ValidationError("This progress has been used already. Make another with tinkex.progress(...).")
+            raise ValidationError("This progress has been used already. Create another with tinkex.progress(...).")
         self._pid = os.getpid()
         self._tally.begin()
-        file = screens.default_file() if self._file is None else self._file
+        file = live_lines.default_file() if self._file is None else self._file
         self._stops = [
             events.on("start", self._tally.started),
             events.on("step", self._tally.ended),
@@ -211,42 +211,42 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pid != os.getpid():
-            return  # a forked child: the line, and the work it tells of, are the parent's
+            return  # a forked child: the line and the work belong to the parent
         try:
             self._tally.last_step()
-            while problem is None and not self._tally.wait(WAIT_S):
-                pass  # the line lives on until what was called for has ended
+            while error is None and not self._tally.wait(WAIT_S):
+                pass  # the line stays live until all calls have ended
         except BaseException as interruption:
-            problem = interruption
+            error = interruption
             raise
         finally:
-            self._end(problem)
+            self._end(error)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             self._tally.last_step()
-            while problem is None and not self._tally.wait(0):
+            while error is None and not self._tally.wait(0):
                 await asyncio.sleep(WAIT_S / 4)
         except BaseException as interruption:
-            problem = interruption
+            error = interruption
             raise
         finally:
-            self._end(problem)
+            self._end(error)
 
     # -- private ----------------------------------------------------------------------------------------------------
 
     def _steps(self) -> Iterator[int]:
-        step = max(self._tally.given, self._start)
+        step = max(self._tally.loop_step, self._start)
         while self.steps is None or step < self.steps:
-            # What has been sent counts too: a loop that runs ahead of its results ends no later than one that waits.
+            # Calls without a result count too: a loop that sends ahead ends no later than one that waits.
             if self.budget is not None and self._tally.cost + self._tally.step_cost() > self.budget + ROUNDING:
                 self.stopped_by = "budget"
                 return
@@ -255,12 +255,12 @@ class Progress:
             step += 1
         self.stopped_by = "steps"
 
-    def _end(self, problem: BaseException | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         for stop in self._stops:
             stop()
         self._ended_s = self.seconds
         if self._screen is not None:
-            self._screen.remove(self._report, self._report.last(problem, self.stopped_by, self.seconds))
+            self._screen.remove(self._report, self._report.last(error, self.stopped_by, self.seconds))
         self._screen = None
 
     def __repr__(self) -> str:

@@ -1,19 +1,20 @@
-"""What a progress says: the line while it runs, whole lines now and then for a file, the last line, a warning."""
+"""Makes the text of a progress: the live line, whole lines for a file, the last line, a warning about the budget."""
 
 from __future__ import annotations
 
 from tinkex.clock import Clock
 from tinkex.terminal.curve import Point
-from tinkex.terminal.line import Part, bar, clean, duration, fit, money, number, plural
+from tinkex.terminal.format import clean, duration, money, number, plural
+from tinkex.terminal.line import LinePart, bar, fit
 from tinkex.watch.prices import CURRENCY, Prices
 from tinkex.watch.tally import Tally
 
 TENTH_S, LINE_S, QUIET_S = 1.0, 10.0, 60.0
-"""Least seconds between two whole lines: at a tenth of the way, when something has changed, when nothing has."""
+"""Minimum seconds between two whole lines: at every tenth of the steps, after a change, and without a change."""
 
 
 class Report:
-    """Reads a tally and makes text of it. `notes` are the caller's own numbers, by name."""
+    """Turns a tally into text. `notes` are the caller's own numbers, by name."""
 
     def __init__(
         self, tally: Tally, steps: int | None, prices: Prices | None, budget: float | None, label: str, clock: Clock
@@ -21,83 +22,83 @@ class Report:
         self._tally, self._steps, self._prices, self._budget, self._clock = tally, steps, prices, budget, clock
         self._name = f"{clean(label)}: " if label else ""
         self._has_warned = False
-        self._said_at, self._said = clock.now(), (tally.step, "")
+        self._last_at, self._last = clock.now(), (tally.step, "")
         self.notes: dict[str, list[Point]] = {}
 
     def live(self, width: int) -> str:
-        """The line as it is now, no wider than `width`."""
+        """Return the line as it is now, at most `width` wide."""
         return fit(self._parts(with_bar=True), width)
 
     def due(self) -> str | None:
-        """A whole line, if it is time for one."""
+        """Return a whole line, if it is time for one."""
         now, step, queue = self._clock.now(), self._tally.step, self._queue()
-        said_step, said_queue = self._said
-        if self._steps and 10 * step // self._steps > 10 * said_step // self._steps:
+        last_step, last_queue = self._last
+        if self._steps and 10 * step // self._steps > 10 * last_step // self._steps:
             least_s = TENTH_S
         else:
-            least_s = LINE_S if (step, queue) != (said_step, said_queue) else QUIET_S
-        if now - self._said_at < least_s:
+            least_s = LINE_S if (step, queue) != (last_step, last_queue) else QUIET_S
+        if now - self._last_at < least_s:
             return None
-        self._said_at, self._said = now, (step, queue)
+        self._last_at, self._last = now, (step, queue)
         return fit(self._parts(with_bar=False), 1_000)
 
-    def remark(self) -> str | None:
-        """Once, where nothing but the caller's own code could end a loop that has used up its budget."""
-        if self._has_warned or self._budget is None or self._tally.cost <= self._budget or self._tally.given:
-            return None
+    def remarks(self) -> list[str]:
+        """Return one warning if the budget is used up and only the caller's own code can end the loop."""
+        if self._has_warned or self._budget is None or self._tally.cost <= self._budget or self._tally.loop_step:
+            return []
         self._has_warned = True
-        return (
-            f"{self._name}The budget of {self.money(self._budget)} is passed: {self.money(self._tally.cost)} after "
-            f"{plural(self._tally.step, 'step')}. Iterate over the progress to be stopped, or ask is_over_budget."
-        )
+        return [
+            f"{self._name}The budget of {self.money(self._budget)} is exceeded: {self.money(self._tally.cost)} after "
+            f"{plural(self._tally.step, 'step')}. Iterate over the progress to be stopped, or check is_over_budget."
+        ]
 
-    def last(self, problem: BaseException | None, stopped_by: str, seconds: float) -> str:
-        """`100 steps · loss 2.31 → 0.42 · 48,200 tokens · 1 min 12 s · $0.03`"""
+    def last(self, error: BaseException | None, stopped_by: str, seconds: float) -> str:
+        """Return the last line: `100 steps · loss 2.31 → 0.42 · 48,200 tokens · 1 min 12 s · $0.03`"""
         tally, steps, done = self._tally, self._steps, self._tally.step
         total = "" if steps is None else f" of {steps:,}"
-        if problem is not None:
-            where = f"in step {tally.given:,}" if tally.given else f"after step {done:,}"
-            by = "" if isinstance(problem, GeneratorExit) else f" by {type(problem).__name__}"  # left with `break`
+        if error is not None:
+            where = f"in step {tally.loop_step:,}" if tally.loop_step else f"after step {done:,}"
+            by = "" if isinstance(error, GeneratorExit) else f" by {type(error).__name__}"  # left with `break`
             head = f"stopped {where}{total}{by}"
         else:
             head = plural(done, "step") if steps in (None, done) else f"{done:,}{total} steps"
         if stopped_by == "budget" and self._budget is not None:
             head += f", stopped by the budget of {self.money(self._budget)}"
-        said = [f"{name} {number(values[0])} → {number(values[-1])}" for name, values in self._curves()]
+        curves = [f"{name} {number(values[0])} → {number(values[-1])}" for name, values in self._curves()]
         tokens = [plural(tally.tokens, "token")] if tally.tokens else []
         cost = [self._cost()] if self._prices is not None else []
         cost += [
             f"{plural(count, 'token')} of {name} without a price" for name, count in sorted(tally.unpriced.items())
         ]
-        return " · ".join([self._name + head, *said, *tokens, duration(seconds), *cost])
+        return " · ".join([self._name + head, *curves, *tokens, duration(seconds), *cost])
 
     def money(self, amount: float) -> str:
         return money(amount, CURRENCY if self._prices is None else self._prices.currency)
 
-    def _parts(self, *, with_bar: bool) -> list[Part]:
+    def _parts(self, *, with_bar: bool) -> list[LinePart]:
         tally, steps, step = self._tally, self._steps, self._tally.step
         rate, left_s = tally.tokens_per_s(), None if steps is None else tally.seconds_left(steps)
         at_end = None if steps is None or self._prices is None else tally.cost_at(steps)
         return [
-            Part(f"{self._name}step {step:,}" + ("" if steps is None else f"/{steps:,}")),
-            Part(bar(step, steps) if with_bar and steps else "", 7),
-            *(Part(f"{name} {number(values[-1])}", 1) for name, values in self._curves()),
-            Part(plural(tally.tokens, "token") if tally.tokens else "", 6),
-            Part(f"{rate:,.0f} tokens/s" if rate else "", 5),
-            Part("" if left_s is None or step == steps else f"{duration(left_s)} left", 2),
-            Part(
+            LinePart(f"{self._name}step {step:,}" + ("" if steps is None else f"/{steps:,}")),
+            LinePart(bar(step, steps) if with_bar and steps else "", 7),
+            *(LinePart(f"{name} {number(values[-1])}", 1) for name, values in self._curves()),
+            LinePart(plural(tally.tokens, "token") if tally.tokens else "", 6),
+            LinePart(f"{rate:,.0f} tokens/s" if rate else "", 5),
+            LinePart("" if left_s is None or step == steps else f"{duration(left_s)} left", 2),
+            LinePart(
                 "" if self._prices is None else self._cost(),
                 3,
                 "" if at_end is None else f"of about {self.money(at_end)}",
             ),
-            Part(self._queue()),
+            LinePart(self._queue()),
         ]
 
     def _cost(self) -> str:
         return ("≥ " if self._tally.unpriced else "") + self.money(self._tally.cost)
 
     def _curves(self) -> list[tuple[str, list[float]]]:
-        """The loss and what was noted, where there is any."""
+        """Return the loss and the caller's notes, where there are values."""
         losses = [record.loss for record in list(self._tally.history) if record.loss is not None]
         noted = [(clean(name), [point.value for point in points]) for name, points in list(self.notes.items())]
         return [(name, values) for name, values in [("loss", losses), *noted] if values]

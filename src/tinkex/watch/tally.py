@@ -1,12 +1,11 @@
-"""What the events of one training client add up to: steps, loss, tokens, cost, the pace, the queue. Draws nothing.
+"""Adds up the events of one training client: steps, loss, tokens, cost, speed, queue. Draws nothing.
 
-Events come on the SDK's loop thread (`started`: on the caller's) and are only noted. Results are taken in the order of
-the calls: an optim_step's small answer may arrive before the large one of the pass whose gradient it applied.
+Events arrive on the SDK's loop thread (`started`: on the caller's) and are only stored. Results are counted in the
+order of the calls: the small response of an optim_step may arrive before the large one of the pass before it.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from statistics import fmean
@@ -14,20 +13,22 @@ from typing import NamedTuple
 
 from tinkex.clock import Clock
 from tinkex.events import QueueEvent, StartEvent, StepEvent, Usage
+from tinkex.rules.metrics import step_loss
 from tinkex.watch.prices import Price, Prices
 
 RECENT = 10
-"""Steps over which pace and cost per step are averaged: an average since the beginning tells little about now."""
+"""Steps over which speed and cost per step are averaged: an average since the start says little about now."""
 SAMPLES = ("sample", "stream")
 PASSES = ("forward_backward", "forward_backward_custom")
 
 
 class StepRecord(NamedTuple):
-    """One `optim_step` and what led to it. Tokens, seconds and cost are this step's own."""
+    """One `optim_step` with the passes before it. Tokens, seconds and cost are those of this step alone."""
 
     step: int
     loss: float | None
-    """Per unit of weight where the service tells `weight:sum`, else the sum. None where it tells no loss."""
+    """Per unit of weight where the service reports `weight:sum`, else the sum. None without a loss, or where the
+    weights do not sum to a positive number."""
     tokens: int
     seconds: float
     learning_rate: float | None
@@ -35,14 +36,14 @@ class StepRecord(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """Why an operation waits, in the service's words."""
+    """Why an operation waits, as the service reports it."""
 
     state: str
     reason: str
 
 
 class Mark(NamedTuple):
-    """Where things stood when a step had ended."""
+    """Time, steps and tokens at the end of a step."""
 
     time: float
     steps: int
@@ -50,7 +51,7 @@ class Mark(NamedTuple):
 
 
 class Tally:
-    """Thread-safe. Whoever made it hands it the events, and calls `next_step` if it iterates."""
+    """Counts events; thread-safe. The owner passes it the events, and calls `next_step` if it iterates."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Tally:
         self._losses: list[StepEvent] = []
         self._first_step = first_step
         self._optim_calls = self._optim_ends = 0
-        self._given = self._closed = self._given_done = 0
+        self._loop_begun = self._loop_closed = self._loop_done = 0
         self._ends: deque[int] = deque()
         self._steps = 0
         self._paid = 0.0
@@ -83,15 +84,15 @@ class Tally:
         self._marks: deque[Mark] = deque([Mark(self._step_began, first_step, 0)], maxlen=RECENT + 1)
         self.began = self._step_began
         self.cost = 0.0
-        """Of everything that was called for and has not failed."""
+        """The cost of all calls that have not failed."""
         self.unpriced: dict[str, int] = {}
-        """Tokens of models that the price table lacks."""
+        """Tokens of models that are not in the price table."""
         self.tokens = 0
         self.history: list[StepRecord] = []
         self._queues: dict[int, Queue] = {}
 
     def begin(self) -> None:
-        """The clock starts now."""
+        """Start the clock."""
         with self._changed:
             self.began = self._step_began = self._clock.now()
             self._marks[0] = self._marks[0]._replace(time=self.began)
@@ -134,52 +135,52 @@ class Tally:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def next_step(self) -> None:
-        """The caller begins another step of its loop; the one before is done once its optim_steps have ended."""
+        """Begin another step of the caller's loop; the one before is done once its optim_steps have ended."""
         with self._changed:
-            if self._given:
+            if self._loop_begun:
                 self._close_step()
-            self._given += 1
+            self._loop_begun += 1
 
     def last_step(self) -> None:
-        """The caller's loop is over."""
+        """End the caller's loop."""
         with self._changed:
-            if self._given > self._closed:
+            if self._loop_begun > self._loop_closed:
                 self._close_step()
 
     def wait(self, seconds: float) -> bool:
-        """Whether everything that was called for has ended, now or within the time."""
+        """Wait until all calls have ended; return whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, seconds)
 
-    # -- what it comes to -------------------------------------------------------------------------------------------
+    # -- totals -----------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Steps that are done, with those before `first_step`."""
-        return self._first_step + (self._given_done if self._given else self._steps)
+        """Steps that are done, including those before `first_step`."""
+        return self._first_step + (self._loop_done if self._loop_begun else self._steps)
 
     @property
-    def given(self) -> int:
-        """The number of the step that the caller's loop is in, 0 if it does not iterate."""
-        return self._first_step + self._given if self._given else 0
+    def loop_step(self) -> int:
+        """The number of the step that the caller's loop is in; 0 if it does not iterate."""
+        return self._first_step + self._loop_begun if self._loop_begun else 0
 
     def queue(self) -> Queue | None:
-        """Why the first operation that is held back waits. "Active" is no news: it is in line."""
+        """Return why the first operation that is held back waits. "Active" only means that it is in the queue."""
         with self._changed:
-            telling = [n for n, (state, _) in self._queues.items() if state not in ("active", "unknown", "")]
-            return self._queues[min(telling)] if telling else None
+            waiting = [n for n, (state, _) in self._queues.items() if state not in ("active", "unknown", "")]
+            return self._queues[min(waiting)] if waiting else None
 
     def step_cost(self) -> float:
-        """What the next step should cost."""
+        """Return the expected cost of the next step."""
         with self._changed:
             return fmean(self._costs) if self._costs else 0.0
 
     def cost_at(self, steps: int) -> float | None:
-        """The estimate for so many steps; None before the first is done."""
+        """Return the expected cost of so many steps; None before the first is done."""
         with self._changed:
             if not self._costs:
                 return None
-            behind = self._first_step + (self._closed if self._given else self._steps)
+            behind = self._first_step + (self._loop_closed if self._loop_begun else self._steps)
             return max(self.cost, self._cost_at_step + max(steps - behind, 0) * fmean(self._costs))
 
     def seconds_left(self, steps: int) -> float | None:
@@ -188,7 +189,7 @@ class Tally:
             if last.steps <= first.steps:
                 return None
             pace_s = (last.time - first.time) / (last.steps - first.steps)
-            # A step that takes longer than the others takes no time away from those after it.
+            # A step that takes longer than the mean does not shorten the estimate for those after it.
             this_s = max(pace_s - (self._clock.now() - last.time), 0.0)
             return this_s + pace_s * max(steps - last.steps - 1, 0)
 
@@ -210,7 +211,7 @@ class Tally:
     def _cost(self, usage: Usage) -> float:
         if self._prices is None or self._price is None:
             return 0.0
-        # A sampler made from a path does not know its model: most often it is the one being trained.
+        # A sampler created from a path does not know its model: most often it is the one being trained.
         price = self._prices.models.get(usage.base_model) if usage.base_model else self._price
         return 0.0 if price is None else price.of(usage)
 
@@ -232,7 +233,7 @@ class Tally:
     def _settle(self, event: StepEvent) -> None:
         if event.ok:
             self._count(event.usage)
-        if event.operation in PASSES:  # one that failed tells no loss
+        if event.operation in PASSES:  # a failed one has no loss
             self._losses.append(event)
         elif event.operation == "optim_step":
             self._optim_ends += 1
@@ -248,7 +249,7 @@ class Tally:
         seconds = now - self._step_began
         step = self._first_step + self._steps
         self.history.append(StepRecord(step, loss_of(self._losses), self._step_tokens, seconds, rate, cost))
-        if not self._given:
+        if not self._loop_begun:
             self._costs.append(self._paid - self._cost_at_step)
             self._cost_at_step = self._paid
         self._losses, self._step_paid, self._step_tokens, self._step_began = [], 0.0, 0, now
@@ -256,26 +257,25 @@ class Tally:
     def _close_step(self) -> None:
         self._costs.append(self.cost - self._cost_at_step)
         self._cost_at_step = self.cost
-        self._closed += 1
+        self._loop_closed += 1
         self._ends.append(self._optim_calls)
         self._advance()
 
     def _advance(self) -> None:
-        """Note where things stand, if a step has come to its end."""
+        """Store a mark if a step has ended."""
         while self._ends and self._ends[0] <= self._optim_ends:
             self._ends.popleft()
-            self._given_done += 1
+            self._loop_done += 1
         if self.step > self._marks[-1].steps:
             self._marks.append(Mark(self._clock.now(), self.step, self.tokens))
 
 
 def loss_of(passes: list[StepEvent]) -> float | None:
-    """One number for all passes of a step: a batch may have been cut into several."""
-    told = [event for event in passes if "loss:sum" in event.metrics]
-    if not told:
-        return None
-    total = sum(event.metrics["loss:sum"] for event in told)  # a nan stays one: it is what the user must see
-    # The weights of a custom loss are gradients of its surrogate: no measure of the caller's own loss.
-    weighted = [event.metrics.get("weight:sum", 0.0) for event in told if event.operation == "forward_backward"]
-    weight = math.fsum(weighted) if len(weighted) == len(told) else 0.0
-    return total / weight if weight > 0 else total
+    """Return one number for all passes of a step: a batch may have been sent in several.
+
+    The weights of a custom loss are gradients of its surrogate, and no measure of the caller's loss: they are left out.
+    """
+    return step_loss(
+        event.metrics if event.operation == "forward_backward" else {"loss:sum": event.metrics.get("loss:sum")}
+        for event in passes
+    )

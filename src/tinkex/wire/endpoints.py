@@ -8,7 +8,6 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from tinkex.errors import ValidationError
-from tinkex.wire.dialect import Dialect
 
 
 class Pool(enum.StrEnum):
@@ -148,8 +147,3 @@ WHOAMI = _row("GET", "auth/apikey/me", _TRAIN, "WhoamiResponse", name="whoami")
 REVOKE_KEY = _row("DELETE", "auth/apikey/me", _TRAIN, name="revoke_key")
 
 ALL: tuple[Endpoint, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Endpoint))
-
-
-def forward(dialect: Dialect) -> Endpoint:
-    """Where a forward pass goes: newer services take it as a forward_backward that says `forward_only`."""
-    return FORWARD if dialect is Dialect.JSON else FORWARD_BACKWARD._replace(request_type=FORWARD.request_type)

@@ -1,4 +1,4 @@
-"""What an answer to `retrieve_future` means: not yet, not now, how large, failed, or the result.
+"""Reads responses of `retrieve_future`: not yet, not now, how large, failed, or the result.
 
     match envelope.read(status, headers, content, SampleResponse, request_id):
         case Pending(queue_state, reason): ...   # HTTP 408: the poll's time was up
@@ -7,7 +7,7 @@
         case Failed(error, category): ...
         case Done(value): ...
 
-Any other status is not an answer about the operation and raises: 410 as ResultExpired, the rest by their status.
+Any other status says nothing about the operation: the caller raises it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tinkex.errors import (
-    APIResponseValidationError,
-    RequestErrorCategory,
-    Response,
-    ResultExpired,
-    ValidationError,
-    status_error,
-)
+from tinkex.errors import APIResponseValidationError, RequestErrorCategory, Response, ValidationError
 from tinkex.types.base import Value
 from tinkex.wire import json_codec
 from tinkex.wire.body import PROTOBUF
@@ -75,21 +68,18 @@ def read(
     request_id: str = "",
     sequence_ids: Sequence[str] = (),
 ) -> Envelope:
-    """Tell the five apart. An answer that fits none of them is an APIResponseValidationError with the request's id.
+    """Return which of the five a response with status 200 or 408 is.
 
-    `sequence_ids` are those of the acceptance: results of a sample do not repeat them, so they are filled in here.
+    A response that fits none of them raises APIResponseValidationError with the request's id. `sequence_ids` are those
+    of the acceptance: results of a sample do not repeat them, so they are filled in here.
     """
     try:
         if status == 408:
             return Pending(*_queue(_lenient(content)))
-        if status == 200:
-            return _read_success(headers, content, result_type, sequence_ids)
-    except APIResponseValidationError as problem:
-        message = f"{problem.message} (request {request_id})"
-        raise APIResponseValidationError(Response(status, headers), problem.body, message) from None
-    if status == 410:
-        raise ResultExpired(f"The service no longer holds the result of request {request_id} (HTTP 410).")
-    raise status_error(Response(status, headers), _lenient(content))
+        return _read_success(headers, content, result_type, sequence_ids)
+    except APIResponseValidationError as error:
+        message = f"{error.message} (request {request_id})"
+        raise APIResponseValidationError(Response(status, headers), error.body, message) from None
 
 
 def _read_success(

@@ -207,7 +207,7 @@ def forward_backward(
     *,
     dialect: Dialect,
 ) -> Body:
-    """One chunk of a training pass. Where to send it: `endpoints.forward(dialect)` if it is forward only."""
+    """One chunk of a training pass. Forward only: JSON services have an endpoint for it, protobuf bodies say so."""
     if dialect is Dialect.PROTO:
         from tinkex.wire import proto_codec
 
@@ -257,27 +257,6 @@ def _optim_fields(fields: dict[str, Any], params: OptimParams | None, dialect: D
     if dialect is Dialect.JSON:
         return {"adam_params": dump(params, dialect), **rest}
     return {**rest, "adam_params": dump(params, dialect)}
-
-
-def create_custom_loss(
-    session_id: str,
-    custom_loss_seq_id: int,
-    name: str,
-    inputs: Sequence[Mapping[str, Any]],
-    graph: Mapping[str, Any],
-) -> Body:
-    from tinkex.types.training import CreateCustomLossRequest
-
-    made = CreateCustomLossRequest.model_validate(
-        {
-            "session_id": session_id,
-            "custom_loss_seq_id": custom_loss_seq_id,
-            "name": name,
-            "inputs": inputs,
-            "graph": graph,
-        }
-    )
-    return request(made, Dialect.PROTO)
 
 
 # ── Weights

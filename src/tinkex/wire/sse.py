@@ -21,7 +21,7 @@ class Event(NamedTuple):
     retry: int | None = None
 
 
-class Decoder:
+class SSEDecoder:
     """Turns the pieces of one stream into events; a piece may end anywhere, even inside a character."""
 
     def __init__(self) -> None:
@@ -84,12 +84,13 @@ class Decoder:
 
 
 def encode(event: str, data: str | bytes) -> bytes:
-    """One event as bytes. Line ends inside `data` come out as LF at the other side, whatever they were."""
+    """One event as bytes; without a name, readers take it as a `message`. Line ends inside `data` arrive as LF."""
     if _LINE_END.search(event):
         raise ValueError(f"an event's name is one line, got {event!r}")
     text = data.decode() if isinstance(data, bytes) else data
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(text))
-    return f"event: {event}\n{lines}\n".encode()
+    name = f"event: {event}\n" if event else ""
+    return f"{name}{lines}\n".encode()
 
 
 def comment(text: str = "") -> bytes:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 if __package__:
     from . import cookbook_forms
 else:  # run as a script
-    import cookbook_forms
+    import cookbook_forms  # type: ignore[no-redef]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 def main(place: Path) -> int:
-    python = prepare(place)
+    python = make(place)
     packages = place / "packages.json"
     outcomes = run(place, python)
     REPORT.write_text(report(outcomes))
@@ -57,8 +57,15 @@ def lost(outcomes: dict[str, Outcome]) -> list[str]:
     return [f"{name}: {seen.alias}" for name, seen in outcomes.items() if seen.alias and not seen.official]
 
 
-def prepare(place: Path) -> Path:
-    """The environment, made on first use: some hundred MB, mostly torch."""
+def python_of(place: Path) -> Path:
+    """Return the interpreter of the environment. Tests do not make it: they install nothing."""
+    if not (place / "packages.json").is_file():
+        raise AssertionError(f"There is no environment with {COOKBOOK}. Run `python -m tests.prepare --full` first.")
+    return place / "venv" / "bin" / "python"
+
+
+def make(place: Path) -> Path:
+    """Make the environment if it is not there (some hundred MB, mostly torch) and return its interpreter."""
     python = place / "venv" / "bin" / "python"
     ready = place / "packages.json"
 
@@ -69,7 +76,7 @@ def prepare(place: Path) -> Path:
     if ready.is_file():
         pip("--editable", str(ROOT))  # its dependencies may have changed since
         return python
-    print(f"Making an environment in {place} (a few minutes)", flush=True)
+    print(f"Making an environment with {COOKBOOK} (a few minutes).", flush=True)
     venv.create(place / "venv", with_pip=True, clear=True)
     pip("--no-deps", COOKBOOK, RENDERERS)
     pip("--no-deps", "--target", str(place / "official"), OFFICIAL)

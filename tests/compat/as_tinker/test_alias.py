@@ -114,7 +114,7 @@ def test_a_missing_name_or_inner_module_is_refused_as_an_import_error(tinker: Mo
         from tinker import nothing_like_it  # noqa: F401
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = tinker.types.nothing_like_it
-    with pytest.raises(ModuleNotFoundError, match="public parts") as caught:
+    with pytest.raises(ModuleNotFoundError, match="public modules") as caught:
         importlib.import_module("tinker.cli")
     assert caught.value.name == "tinker.cli"
 
@@ -222,7 +222,7 @@ def test_an_awaitable_concurrent_future_gives_what_the_inner_one_got(tinker: Mod
     inner.set_result(7)
 
     async def wait() -> int:
-        return await outer
+        return int(await outer)
 
     assert outer.result(1) == asyncio.run(wait()) == 7
     failed: concurrent.futures.Future[int] = concurrent.futures.Future()

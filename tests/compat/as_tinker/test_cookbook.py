@@ -42,7 +42,7 @@ def test_forms_are_found_in_all_the_ways_they_are_written() -> None:
 @pytest.mark.full
 def test_every_cookbook_module_that_imports_with_the_official_package_imports_through_the_alias() -> None:
     place = cookbook_imports.ENVIRONMENT
-    outcomes = cookbook_imports.run(place, cookbook_imports.prepare(place))
+    outcomes = cookbook_imports.run(place, cookbook_imports.python_of(place))
     assert cookbook_imports.lost(outcomes) == []
     assert sum(not seen.official for seen in outcomes.values()) > 250, (
         "too few import at all: is the environment sound?"

@@ -1,6 +1,6 @@
 """Runs a program of the cookbook's users against a service, with the official `tinker` or through `tinkex.as_tinker`.
 
-The throw-away environment is that of `make cookbook`. The cookbook looks tokenizers up on the hub; what the service
+The environment is that of `make cookbook`. The cookbook looks tokenizers up on the hub; what the service
 hands out is laid where the hub's library keeps its downloads, so that no program has to know.
 """
 
@@ -41,11 +41,6 @@ class Run(NamedTuple):
 
     def series(self, name: str) -> list[float]:
         return [record[name] for record in self.metrics if name in record]
-
-
-def prepare() -> Path:
-    """The interpreter; its environment is made on first use."""
-    return cookbook_imports.prepare(PLACE)
 
 
 def run(

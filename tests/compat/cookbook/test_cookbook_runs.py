@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tinkex
+from tests.compat.as_tinker import cookbook_imports
 from tests.compat.cookbook import environment
 from tests.compat.cookbook.environment import CLIENTS, Run
 from tests.integration.service.live import LiveServer
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.full, pytest.mark.parametrize("client", CLIENTS)]
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    return environment.prepare()
+    return cookbook_imports.python_of(environment.PLACE)
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,12 @@ for name, body in SUBMISSIONS.items():
     variant(f"submission/{name}", "optim-step", {"optim_step": [as_json(body)]})
 variant("submission/not-json", "optim-step", {"optim_step": [text("fine")]})
 variant("submission/json-as-text", "optim-step", {"optim_step": [text('{"request_id": "optim_step-1"}')]})
-for name, ids in {"missing": {}, "null": {"sample_sequence_ids": None}, "empty": {"sample_sequence_ids": []}}.items():
+SEQUENCE_IDS: dict[str, dict[str, Any]] = {
+    "missing": {},
+    "null": {"sample_sequence_ids": None},
+    "empty": {"sample_sequence_ids": []},
+}
+for name, ids in SEQUENCE_IDS.items():
     variant(f"submission/sequence-ids-{name}", "sample", {"asample": [as_json({"request_id": "asample-0", **ids})]})
 variant(
     "submission/sequence-ids-too-many",

@@ -129,11 +129,12 @@ def sample_asset_pointer(T: Any, sampling: Any) -> object:
     return sampling.sample(prompt, 1, T.types.SamplingParams(max_tokens=2))
 
 
-for name, arguments in {
+EXPECTED_TOKENS: dict[str, dict[str, Any]] = {
     "": {},
     "-expected-tokens": {"expected_tokens": 2},
     "-expected-none": {"expected_tokens": None},
-}.items():
+}
+for name, arguments in EXPECTED_TOKENS.items():
 
     @case(f"sample/image{name}-0.36", on="sampling", versions=NEW)
     def sample_image_by_expected_tokens(T: Any, sampling: Any, arguments: dict[str, Any] = arguments) -> object:

@@ -154,7 +154,7 @@ def unknown_key_numpy(T: Any, training: Any) -> object:
 
 @case("forward-backward/nested-lists")
 def nested_lists(T: Any, training: Any) -> object:
-    rows = {"target_tokens": [[2, 3], [3, 4], [4, 5]], "weights": [[0.0, 1.0], [1.0, 0.0], [0.5, 0.5]]}
+    rows: dict[str, Any] = {"target_tokens": [[2, 3], [3, 4], [4, 5]], "weights": [[0.0, 1.0], [1.0, 0.0], [0.5, 0.5]]}
     return training.forward_backward([datum(T, **rows)], "cross_entropy")
 
 
@@ -245,11 +245,12 @@ def asset_pointer(T: Any, training: Any) -> object:
     return training.forward_backward([chunked(T, T.types.EncodedTextChunk(tokens=[1, 2]), pointer)], "cross_entropy")
 
 
-for name, arguments in {
+EXPECTED_TOKENS: dict[str, dict[str, Any]] = {
     "": {},
     "-expected-tokens": {"expected_tokens": 2},
     "-expected-none": {"expected_tokens": None},
-}.items():
+}
+for name, arguments in EXPECTED_TOKENS.items():
 
     @case(f"forward-backward/image{name}-0.36", versions=NEW)
     def image_by_expected_tokens(T: Any, training: Any, arguments: dict[str, Any] = arguments) -> object:
@@ -427,7 +428,8 @@ for name, (method, arguments, versions) in SAVES.items():
             return getattr(training, method)(PATH if method.startswith("load") else "0001", **arguments)
 
 
-for name, arguments in {"": {}, "-named": {"name": "ignored"}, "-name-none": {"name": None}}.items():
+NAMED: dict[str, dict[str, Any]] = {"": {}, "-named": {"name": "ignored"}, "-name-none": {"name": None}}
+for name, arguments in NAMED.items():
 
     @case(f"save-and-sample/ephemeral{name}")
     def ephemeral_sampler(T: Any, training: Any, arguments: dict[str, Any] = arguments) -> object:

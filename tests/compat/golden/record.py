@@ -51,7 +51,7 @@ def record(version: str, python: pathlib.Path, output: pathlib.Path) -> None:
         target = output / what / f"{version}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         print(f"{version}: {what}", flush=True)
-        command = [python, "-W", "ignore", "-m", "tests.compat.golden.drive", what, target]
+        command: list[str | pathlib.Path] = [python, "-W", "ignore", "-m", "tests.compat.golden.drive", what, target]
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | settings)
 
 

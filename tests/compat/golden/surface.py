@@ -173,7 +173,7 @@ def members(cls: type) -> dict[str, Any]:
     methods, properties = {}, {}
     for name, (_, value) in sorted(own.items()):
         if isinstance(value, property) or type(value).__name__ == "cached_property":
-            getter = value.fget if isinstance(value, property) else value.func
+            getter: Any = value.fget if isinstance(value, property) else value.func
             properties[name] = text(inspect.signature(getter).return_annotation)
         elif inspect.isroutine(value) or isinstance(value, (classmethod, staticmethod)):
             methods[name] = method(cls, name)

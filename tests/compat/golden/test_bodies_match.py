@@ -89,7 +89,7 @@ class Training(Calls):
         body = requests.forward_backward(
             MODEL, 1, data, loss_fn, loss_fn_config, forward_only=True, dialect=self.dialect
         )
-        self.send(endpoints.forward(self.dialect), body)
+        self.send(endpoints.FORWARD if self.dialect is Dialect.JSON else endpoints.FORWARD_BACKWARD, body)
 
     def optim_step(self, optim_params: Any = None, adam_params: Any = None) -> None:
         params = optim_params if adam_params is None else adam_params
@@ -120,7 +120,7 @@ class Sampling(Calls):
     def sample(self, prompt: Any, num_samples: int, sampling_params: Any, **options: Any) -> None:
         if "include_prompt_logprobs" in options:
             options["prompt_logprobs"] = options.pop("include_prompt_logprobs")
-        ids = {"sampling_session_id": SAMPLER, "seq_id": len(self.sent)}
+        ids: dict[str, Any] = {"sampling_session_id": SAMPLER, "seq_id": len(self.sent)}
         body = requests.asample(prompt, num_samples, sampling_params, **ids, **options, dialect=self.dialect)
         self.send(endpoints.ASAMPLE, body)
 
@@ -130,7 +130,7 @@ class Sampling(Calls):
 
 class Service(Calls):
     def create_lora_training_client(self, base_model: str, **options: Any) -> None:
-        outer = {name: options.pop(name) for name in ("user_metadata", "optimizer") if name in options}
+        outer: dict[str, Any] = {name: options.pop(name) for name in ("user_metadata", "optimizer") if name in options}
         outer["optimizer_config"] = outer.pop("optimizer", None)
         layers = {"rank": 32, "seed": None, "train_unembed": True, "train_mlp": True, "train_attn": True}
         lora = types.LoraConfig(**(layers | options))

@@ -1,4 +1,4 @@
-"""Rows C2–C4 and defects 7, 19, 23: one future for every waiter, which always ends, and says what it waits for."""
+"""One future serves every waiter, always ends, and says what it waits for."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import concurrent.futures
 import gc
 import logging
 import re
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import tinkex
 from tests.integration.client.conftest import MODEL, datum, prompt, step
 from tinkex.client._calls import chunks, poll
+from tinkex.client._runtime.loop import loop_thread
 from tinkex.testing import Answer, Delay, FailFuture, Pending, ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
@@ -39,7 +43,7 @@ def settled(client: tinkex.TrainingClient) -> None:
     client.get_info()
 
 
-# -- C3: one result for every waiter ----------------------------------------------------------------------------------
+# -- one result for every waiter ---------------------------------------------------------------------------------------
 
 
 def test_many_waiters_on_threads_and_loops_get_one_result_that_was_polled_once(
@@ -103,7 +107,7 @@ def test_the_second_result_of_a_custom_loss_future_equals_the_first(training: ti
     assert asyncio.run(future.result_async()).metrics == kept
 
 
-# -- C2: nobody hangs -------------------------------------------------------------------------------------------------
+# -- no caller hangs ---------------------------------------------------------------------------------------------------
 
 
 def test_a_crash_inside_the_sdk_fails_its_future_and_not_the_next(
@@ -128,6 +132,7 @@ def test_an_accepted_answer_that_cannot_be_read_fails_the_future(
     training.optim_step(step()).result(20)
 
 
+@pytest.mark.timing
 def test_an_operation_ends_at_its_deadline_and_says_what_it_waited_for(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
@@ -162,6 +167,7 @@ def test_result_on_the_sdks_own_loop_thread_raises_at_once(
     assert slow.result(20) is not None
 
 
+@pytest.mark.timing
 def test_save_weights_and_get_sampling_client_async_does_not_block_the_callers_loop(
     service: ScriptedService, training: tinkex.TrainingClient
 ) -> None:
@@ -186,7 +192,7 @@ def test_save_weights_and_get_sampling_client_async_does_not_block_the_callers_l
     assert asyncio.run(main()) < 0.4
 
 
-# -- C4: waiters come and go, the work stays --------------------------------------------------------------------------
+# -- waiters come and go, the work stays -------------------------------------------------------------------------------
 
 
 def test_cancelling_the_task_that_awaits_leaves_the_work_going(
@@ -390,7 +396,7 @@ def test_callbacks_run_once_each_and_one_that_raises_hurts_nobody(
     assert training.optim_step(step()).result(20) is not None
 
 
-# -- defect 23: errors from polls -------------------------------------------------------------------------------------
+# -- errors from polls -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -560,3 +566,62 @@ def test_an_operation_that_waits_its_turn_says_so(
     lines = "\n".join(record.getMessage() for record in caplog.records if record.name == "tinkex.wait")
     assert re.search(r"optim_step seq 1: being submitted, attempt 1, 0 polls, session alive, last error: .*busy", lines)
     assert "forward_backward seq 2: not sent yet, waiting its turn, 0 polls, session alive" in lines
+
+
+# -- callbacks and listeners that misbehave ---------------------------------------------------------------------------
+
+
+def _leave(*_: Any) -> Any:
+    sys.exit(3)
+
+
+def test_a_callback_that_calls_exit_stops_no_other_operation(
+    proto_service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
+    future = sampler.sample(prompt(), 1, ONE_TOKEN)
+    future.add_done_callback(_leave)
+    assert future.result(10).sequences
+    assert sampler.sample(prompt(), 1, ONE_TOKEN).result(10).sequences
+
+
+@pytest.mark.parametrize("event", ["request", "step"])
+def test_a_listener_that_calls_exit_fails_nothing(proto_service: ScriptedService, connect: Connect, event: str) -> None:
+    training = connect(proto_service).create_lora_training_client(MODEL)
+    stop = tinkex.on(event, _leave)
+    try:
+        assert training.forward_backward([datum()], "cross_entropy").result(10).loss_fn_outputs
+    finally:
+        stop()
+
+
+def test_concurrent_futures_wait_sees_a_cancelled_future(proto_service: ScriptedService, connect: Connect) -> None:
+    proto_service.script.on("asample", do=Delay(1.0))
+    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
+    before = sampler.sample(prompt(), 1, ONE_TOKEN)
+    assert before.cancel() and before.cancel()
+    assert before in concurrent.futures.wait([before], timeout=5).done
+    during = sampler.sample(prompt(), 1, ONE_TOKEN)
+    threading.Timer(0.1, during.cancel).start()
+    assert during in concurrent.futures.wait([during], timeout=5).done
+
+
+def test_cancelling_in_the_moment_of_the_start_leaves_no_unawaited_work(
+    proto_service: ScriptedService, connect: Connect
+) -> None:
+    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
+    loop, made, done = loop_thread(), [], threading.Event()
+
+    def submit() -> None:
+        made.append(sampler.sample(prompt(), 1, ONE_TOKEN))
+        loop.post(lambda: made[0].cancel())  # delivered after the start, before the first step of what was started
+        loop.post(lambda: loop.loop.call_later(0.05, done.set))
+
+    with warnings.catch_warnings(record=True) as noise:
+        warnings.simplefilter("always")
+        loop.post(submit)
+        assert done.wait(5)
+        assert made.pop().cancelled()
+        gc.collect()
+    assert [str(entry.message) for entry in noise if "never awaited" in str(entry.message)] == []
+    assert not sampler._session.link().operations.in_flight

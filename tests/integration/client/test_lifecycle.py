@@ -1,15 +1,17 @@
-"""Rows C6, C7 and defect 14: what a client starts it ends; a dead service or a dropped client leaves nothing behind."""
+"""A client ends what it starts; a dead service or a dropped client leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ import tinkex
 from tests.integration.client.conftest import MODEL, datum, prompt, step
 from tinkex.client._calls.limits import limiter_for
 from tinkex.client._runtime import session
-from tinkex.testing import ScriptedService, Status, Work
+from tinkex.testing import Delay, ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
 ONE_TOKEN = tinkex.SamplingParams(max_tokens=1)
@@ -42,6 +44,7 @@ def assert_no_more_beats(service: ScriptedService) -> None:
 # -- sessions and heartbeats ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("quick_heartbeats")
 def test_dropping_all_clients_stops_the_heartbeats(service: ScriptedService) -> None:
     client = tinkex.ServiceClient(base_url=service.url, api_key="tml-drop", telemetry=False)
@@ -55,6 +58,7 @@ def test_dropping_all_clients_stops_the_heartbeats(service: ScriptedService) -> 
     assert_no_more_beats(service)
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("quick_heartbeats")
 def test_a_client_collected_on_the_sdks_own_loop_thread_does_not_deadlock(
     service: ScriptedService, training: tinkex.TrainingClient
@@ -79,6 +83,7 @@ def test_a_client_collected_on_the_sdks_own_loop_thread_does_not_deadlock(
     assert_no_more_beats(service)
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("quick_heartbeats")
 def test_a_heartbeat_answered_410_is_the_last(
     service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
@@ -109,6 +114,7 @@ def test_heartbeats_outlive_faults_and_silence_is_reported_once(
     assert "HTTP 503" in said[0]
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("quick_heartbeats")
 def test_close_ends_the_session_once_and_its_heartbeats(service: ScriptedService, connect: Connect) -> None:
     client = connect(service)
@@ -209,6 +215,7 @@ async def _fail_inside(client: tinkex.ServiceClient, service: ScriptedService) -
         raise ZeroDivisionError
 
 
+@pytest.mark.timing
 def test_closing_towards_a_service_that_does_not_answer_is_bounded(
     service: ScriptedService, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +264,11 @@ def test_work_in_flight_outlives_its_client_object(service: ScriptedService) -> 
     service.script.on(["asample", "optim_step"], do=Work(0.2))
     client = tinkex.ServiceClient(base_url=service.url, api_key="tml-gone", telemetry=False)
     training, sampler = client.create_lora_training_client(MODEL), client.create_sampling_client(base_model=MODEL)
-    futures = [training.optim_step(step()), training.optim_step(step()), sampler.sample(prompt(), 1, ONE_TOKEN)]
+    futures: list[tinkex.APIFuture[Any]] = [
+        training.optim_step(step()),
+        training.optim_step(step()),
+        sampler.sample(prompt(), 1, ONE_TOKEN),
+    ]
     del client, training, sampler
     gc.collect()
     assert all(future.result(20) is not None for future in futures)
@@ -267,7 +278,11 @@ def test_work_in_flight_finishes_when_its_client_is_closed(service: ScriptedServ
     service.script.on(["asample", "optim_step"], do=Work(0.2))
     client = connect(service)
     training, sampler = client.create_lora_training_client(MODEL), client.create_sampling_client(base_model=MODEL)
-    futures = [training.optim_step(step()), training.optim_step(step()), sampler.sample(prompt(), 1, ONE_TOKEN)]
+    futures: list[tinkex.APIFuture[Any]] = [
+        training.optim_step(step()),
+        training.optim_step(step()),
+        sampler.sample(prompt(), 1, ONE_TOKEN),
+    ]
     client.close().result(10)
     assert all(future.result(20) is not None for future in futures)
 
@@ -275,9 +290,9 @@ def test_work_in_flight_finishes_when_its_client_is_closed(service: ScriptedServ
 def test_limits_are_shared_by_service_and_key_and_by_nothing_else() -> None:
     with ScriptedService(base_models=[MODEL]) as one, ScriptedService(base_models=[MODEL]) as other:
 
-        def limiter(url: str, key: str, **options: float) -> object:
+        def limiter(url: str, key: str, **options: Any) -> object:
             with tinkex.ServiceClient(base_url=url, api_key=key, telemetry=False, **options) as client:
-                return client.create_sampling_client(base_model=MODEL)._session.connect().limiter
+                return client.create_sampling_client(base_model=MODEL)._session.link().limiter
 
         first = limiter(one.url, "tml-a")
         assert limiter(one.url, "tml-a") is first
@@ -287,6 +302,7 @@ def test_limits_are_shared_by_service_and_key_and_by_nothing_else() -> None:
         assert limiter(other.url, "tml-a") is not first
 
 
+@pytest.mark.timing
 def test_a_429_slows_down_the_samplers_of_the_same_key_only(connect: Connect) -> None:
     with ScriptedService(base_models=[MODEL]) as service:
         first, second = (
@@ -307,6 +323,7 @@ def test_a_429_slows_down_the_samplers_of_the_same_key_only(connect: Connect) ->
 # -- the service goes dead --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_service_gone_dead_fails_every_future_within_its_deadline_with_the_cause(
@@ -316,7 +333,7 @@ def test_a_service_gone_dead_fails_every_future_within_its_deadline_with_the_cau
     client = connect(service, unreachable_s=1.0, deadline_s=4.0 if how == "silent" else 60.0, timeout_s=0.5)
     training, sampler = client.create_lora_training_client(MODEL), client.create_sampling_client(base_model=MODEL)
     service.script.on(["asample", "forward_backward"], do=Work(30.0))
-    futures: list[tinkex.APIFuture[object]] = [training.forward_backward([datum()], "cross_entropy")]
+    futures: list[tinkex.APIFuture[Any]] = [training.forward_backward([datum()], "cross_entropy")]
     futures += [sampler.sample(prompt(), 1, ONE_TOKEN) for _ in range(20)]
     service.wait_for_requests("asample", 20)
     service.wait_for_requests("retrieve_future", 22)
@@ -334,7 +351,7 @@ def test_a_service_gone_dead_fails_every_future_within_its_deadline_with_the_cau
         if how == "killed":
             assert "Connection error" in str(caught.value)
         else:
-            assert "No answer in time" in str(caught.value) or "waiting 4 s for" in str(caught.value)
+            assert "No response in time" in str(caught.value) or "waiting 4 s for" in str(caught.value)
     # Twenty queued steps do not each try for unreachable_s: what the first found out holds for all.
     assert time.monotonic() - died < 5
     assert [op for _, _, op in service.executed] == ["forward_backward"]
@@ -385,6 +402,7 @@ def exit_of(code: str, url: str) -> float:
     return ended - float(done.stdout.split()[-1])
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_exit_with_samples_in_flight_is_quick_and_clean(proto_service: ScriptedService) -> None:
     proto_service.script.on("asample", do=Work(30.0))
@@ -415,6 +433,7 @@ asyncio.run(main())
     assert exit_of(code, proto_service.url) < 2
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "pause"])
 def test_exit_is_quick_when_the_service_is_dead(proto_service: ScriptedService, how: str) -> None:
@@ -438,6 +457,7 @@ def test_exit_is_quick_when_the_service_is_dead(proto_service: ScriptedService, 
     assert program.returncode == 0
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_custom_loss_that_still_runs_does_not_hold_up_exit(proto_service: ScriptedService) -> None:
     code = """
@@ -467,3 +487,53 @@ training.get_info()
     assert done.returncode == 0
     assert "optim_step seq 1 failed and nobody has looked at its future" in done.stderr
     assert "no such learning rate" in done.stderr
+
+
+def test_a_client_closed_while_its_session_opens_says_so_without_noise(
+    proto_service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    proto_service.script.on("client_config", do=Delay(0.3))
+    client = connect(proto_service)
+    with caplog.at_level(logging.ERROR):
+        future = client.create_sampling_client_async(base_model=MODEL)
+        thread = threading.Thread(target=lambda: outcome.append(_outcome_of(future)))
+        outcome: list[Any] = []
+        thread.start()
+        proto_service.wait_for_requests("client_config")
+        client.close().result(10)
+        thread.join(10)
+    assert isinstance(outcome[0], tinkex.ClosedError)
+    assert [record.message for record in caplog.records] == []
+
+
+def _outcome_of(work: Any) -> Any:
+    async def main() -> Any:
+        return await work
+
+    try:
+        return asyncio.run(main())
+    except tinkex.TinkexError as problem:
+        return problem
+
+
+LATE = """
+import atexit, sys
+late = []
+atexit.register(lambda: late[0]())  # registered before tinkex's own: it runs after
+import tinkex
+service = tinkex.ServiceClient(base_url=sys.argv[1], api_key="tml-late", telemetry=False)
+sampler = service.create_sampling_client(base_model="tinkex/tiny")
+def work():
+    try:
+        sampler.sample(tinkex.ModelInput.from_ints([1]), 1, tinkex.SamplingParams(max_tokens=1)).result()
+    except tinkex.ClosedError as problem:
+        print(problem)
+late.append(work)
+"""
+
+
+@pytest.mark.slow
+def test_work_asked_for_after_the_loop_has_stopped_is_refused_and_does_not_hang(proto_service: ScriptedService) -> None:
+    command = [sys.executable, "-c", LATE, proto_service.url]
+    done = subprocess.run(command, timeout=20, capture_output=True, text=True, check=True)
+    assert "the process is ending" in done.stdout

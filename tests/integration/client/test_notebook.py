@@ -128,6 +128,7 @@ def test_a_future_made_in_one_cell_is_read_in_another(notebook: Notebook) -> Non
     assert notebook.run("print(len((await kept).sequences), len(kept.result().sequences))") == "1 1\n"
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", ["slow.result()", "await slow", "await slow.result_async()"])
 def test_interrupting_a_cell_stops_the_wait_and_not_the_work(
@@ -162,6 +163,7 @@ future = sampler.sample(prompt, 1, params)
 """
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "wait",
@@ -199,6 +201,7 @@ def test_ctrl_c_inside_result_raises_at_once_and_the_program_ends_at_once(wait: 
             assert finished == [{"reason": {"type": "interrupted"}, "detail": "KeyboardInterrupt"}]
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_ctrl_c_that_nobody_catches_ends_the_program_with_its_own_trace_only() -> None:
     with ScriptedService(base_models=[MODEL], work_s=60.0) as service:

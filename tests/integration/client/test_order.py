@@ -1,4 +1,4 @@
-"""Rows C1, C2 and defects 1–3: operations arrive in the order of the calls, exactly once, and none blocks the next."""
+"""Operations arrive in the order of the calls, exactly once, and none blocks the next."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def ran(service: ScriptedService, client: tinkex.TrainingClient) -> list[tuple[i
 def test_all_training_operations_share_one_counter_in_call_order(
     service: ScriptedService, training: tinkex.TrainingClient
 ) -> None:
-    calls = [
+    calls: list[tinkex.APIFuture[Any]] = [
         training.forward([datum()], "cross_entropy"),
         training.forward_backward([datum()], "cross_entropy"),
         training.optim_step(step()),
@@ -43,7 +44,7 @@ def test_save_weights_for_sampler_then_optim_step_are_never_reordered(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
     training = connect(proto_service).create_lora_training_client(MODEL)
-    futures: list[tinkex.APIFuture[object]] = []
+    futures: list[tinkex.APIFuture[Any]] = []
     for index in range(20):
         futures += [training.save_weights_for_sampler(f"s{index}"), training.optim_step(step())]
     for future in futures:
@@ -153,14 +154,14 @@ def test_2000_operations_from_8_threads_and_8_loops_arrive_in_call_order_exactly
     data = [datum()]
     done: list[object] = []
 
-    def call(client: tinkex.TrainingClient, number: int) -> tinkex.APIFuture[object]:
+    def call(client: tinkex.TrainingClient, number: int) -> tinkex.APIFuture[Any]:
         with lock:  # a call and its note are one step: the order of calls is what arrival is compared with
             is_step = number % 2 == 0
             future = client.optim_step(step()) if is_step else client.forward_backward(data, "cross_entropy")
             called[client.model_id].append((future.status().seq_id, future.status().operation))
             return future
 
-    def burst(worker: int) -> list[tinkex.APIFuture[object]]:
+    def burst(worker: int) -> list[tinkex.APIFuture[Any]]:
         return [call(clients[(worker + number) % 4], number) for number in range(125)]
 
     def in_thread(worker: int) -> None:

@@ -72,11 +72,12 @@ def test_a_sampler_made_in_the_parent_works_in_a_forked_child(
     assert len(set(numbers)) == 16, "two processes used the same seq_id"
 
 
+@pytest.mark.timing
 def test_a_forked_child_has_limits_and_connections_of_its_own(proto_service: ScriptedService, connect: Connect) -> None:
     sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
     proto_service.script.on("asample", nth=1, do=Status(429, headers={"retry-after": "5"}))
     backed_off = sampler.sample(prompt(), 1, ONE_TOKEN)
-    while not sampler._session.connect().limiter.dispatch.is_backed_off:
+    while not sampler._session.link().limiter.dispatch.waiting:
         time.sleep(0.01)
     before = proto_service.accepted_connections
     started = time.monotonic()
@@ -112,6 +113,7 @@ def test_a_copy_asks_for_its_block_of_numbers_where_the_service_gives_them(conne
         assert sorted(blocks) == [0, 0, 1, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.timing
 def test_a_future_submitted_before_the_fork_raises_at_once_in_the_child(
     service: ScriptedService, sampler: tinkex.SamplingClient
 ) -> None:
@@ -175,6 +177,7 @@ def test_closing_in_a_forked_child_does_not_end_the_parents_session(service: Scr
     assert draw(sampler)
 
 
+@pytest.mark.timing
 def test_a_forked_child_that_ends_like_any_program_is_quick_and_silent(proto_service: ScriptedService) -> None:
     code = f"""
 import os, sys, time, tinkex

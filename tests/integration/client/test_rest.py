@@ -1,4 +1,4 @@
-"""The REST clients over real HTTP, and defect 27 as far as the library goes. No session is opened for any of it."""
+"""The REST clients over real HTTP. None of their calls opens a session."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_weights_info_external_urls_copies_and_sessions(proto_service: ScriptedS
     (session_id,) = rest.list_sessions().result(20).sessions
     assert training.model_id in rest.get_session(session_id).result(20).training_run_ids
     sampler = client.create_sampling_client(base_model=MODEL)
-    assert rest.get_sampler(sampler._sampling_session_id).result(20).base_model == MODEL
+    assert rest.get_sampler(sampler.sampling_session_id).result(20).base_model == MODEL
     assert asyncio.run(sampler.get_base_model_async()) == MODEL
 
 

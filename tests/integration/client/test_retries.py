@@ -1,4 +1,4 @@
-"""Rows H3–H6 and defects 5, 10, 21, 23, 24: one retry layer, bounded and visible, that obeys what the service says."""
+"""One retry policy, bounded and visible, that obeys what the service says."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ def test_a_service_that_cannot_be_reached_is_said_once_and_long_before_the_error
     assert "tinkex doctor" in said[0]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("form", ["ms", "seconds", "date"])
 def test_retry_after_is_obeyed_in_all_three_forms(proto_service: ScriptedService, connect: Connect, form: str) -> None:
     headers = {
@@ -110,6 +111,7 @@ def test_retry_after_is_obeyed_in_all_three_forms(proto_service: ScriptedService
     assert least <= time.monotonic() - started < 5
 
 
+@pytest.mark.timing
 def test_a_retry_after_beyond_60_s_is_not_replaced_by_half_a_second(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
@@ -189,6 +191,7 @@ def test_a_failed_sample_is_resubmitted_three_times_at_most(proto_service: Scrip
     assert attempts(proto_service, "asample") == 4
 
 
+@pytest.mark.timing
 def test_a_bare_400_is_final(proto_service: ScriptedService, connect: Connect) -> None:
     training = connect(proto_service).create_lora_training_client(MODEL)
     proto_service.script.on("optim_step", do=Answer(b"", status=400))
@@ -226,6 +229,7 @@ def test_every_retry_is_visible_as_an_event(proto_service: ScriptedService, conn
     assert training.stats()["retries"] >= 2
 
 
+@pytest.mark.timing
 def test_an_unanswered_poll_ends_with_a_reason_within_unreachable_s(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
@@ -257,7 +261,7 @@ def test_a_slow_answer_beyond_the_timeout_is_a_timeout_error(proto_service: Scri
     client = connect(proto_service, timeout_s=0.2, max_retries=1)
     client.get_server_capabilities()
     proto_service.script.on("get_server_capabilities", do=Delay(2.0))
-    with pytest.raises(tinkex.APIConnectionError, match="No answer in time"):
+    with pytest.raises(tinkex.APIConnectionError, match="No response in time"):
         client.get_server_capabilities()
 
 

@@ -1,4 +1,4 @@
-"""Rows C5, T13, H5 and defects 5, 9, 11, 22, 29: many samples, a service that says "slow down", streams, copies."""
+"""Many samples at once, a service that answers 429, streams, and copies of a sampler in other processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.integration.client.conftest import MODEL, prompt
 from tinkex.client._calls import limits
 from tinkex.client._calls.limits import Gate, limiter_for
 from tinkex.clock import REAL
-from tinkex.testing import Answer, Drop, Expire, ScriptedService, Status, Work
+from tinkex.testing import Answer, Delay, Drop, Expire, ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
 PARAMS = tinkex.SamplingParams(max_tokens=4, seed=1)
@@ -116,6 +117,7 @@ def test_10000_samples_at_once_stay_within_the_pools_and_all_arrive(connect: Con
         assert len(service.requests_to("asample")) == 10_000
 
 
+@pytest.mark.timing
 def test_waiting_at_the_gate_costs_the_same_for_few_and_for_many() -> None:
     async def contend(waiters: int) -> float:
         gate = Gate(REAL, 10)
@@ -130,7 +132,7 @@ def test_waiting_at_the_gate_costs_the_same_for_few_and_for_many() -> None:
         return (time.process_time() - started) / waiters
 
     few, many = (min(asyncio.run(contend(n)) for _ in range(3)) for n in (500, 8000))
-    # The official client goes from 1.1 to 12 ms per waiter between 500 and 4,000 (better.md, defect 9).
+    # The official client goes from 1.1 to 12 ms per waiter between 500 and 4,000.
     assert many < 4 * few
 
 
@@ -167,6 +169,7 @@ def test_a_cancelled_waiter_leaves_the_gate_as_it_was() -> None:
     assert asyncio.run(go()) == (1, 0)
 
 
+@pytest.mark.timing
 def test_after_a_back_off_few_are_admitted_at_a_time() -> None:
     async def go() -> int:
         gate = Gate(REAL, 400)
@@ -259,7 +262,7 @@ def test_a_prompt_too_long_for_the_model_is_refused_before_it_is_sent(connect: C
         service.wait_for_requests("get_server_capabilities")
         # The answer may still be on its way; the first call that knows it refuses.
         deadline = time.monotonic() + 5
-        while not client._session.connect().context_lengths.get(MODEL) and time.monotonic() < deadline:
+        while not client._session.link().context_lengths.get(MODEL) and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(tinkex.TinkexError, match=r"Prompt length plus max_tokens exceeds"):
             sampler.sample(prompt(), 1, tinkex.SamplingParams(max_tokens=100))
@@ -277,62 +280,6 @@ def test_an_unknown_stop_word_never_crashes_a_result(connect: Connect) -> None:
         assert sequence.raw_stop_reason == "cosmic_ray"
 
 
-# -- streams ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_yields_the_tokens_of_the_sample_as_they_are_made(
-    proto_service: ScriptedService, connect: Connect
-) -> None:
-    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
-    stream = sampler.stream(prompt(), PARAMS)
-    chunks = list(stream)
-    assert len(chunks) > 2
-    tokens = [token for chunk in chunks for token in chunk.tokens]
-    assert stream.response is not None
-    assert tokens == stream.response.sequences[0].tokens
-    assert chunks[-1].stop_reason == stream.response.sequences[0].stop_reason
-
-
-def test_a_stream_can_be_awaited_chunk_by_chunk(proto_service: ScriptedService, connect: Connect) -> None:
-    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
-
-    async def read() -> list[int]:
-        return [token async for chunk in sampler.stream(prompt(), PARAMS) for token in chunk.tokens]
-
-    assert asyncio.run(read()) == sampler.sample(prompt(), 1, PARAMS).result(20).sequences[0].tokens
-
-
-def test_where_streaming_is_not_announced_one_final_chunk_comes(connect: Connect) -> None:
-    with ScriptedService(dialect="json", base_models=[MODEL]) as service:
-        sampler = connect(service).create_sampling_client(base_model=MODEL)
-        (chunk,) = list(sampler.stream(prompt(), PARAMS))
-        assert chunk.tokens == sampler.sample(prompt(), 1, PARAMS).result(20).sequences[0].tokens
-        assert not service.requests_to("sample_stream")
-
-
-def test_a_stream_is_read_once(proto_service: ScriptedService, connect: Connect) -> None:
-    stream = connect(proto_service).create_sampling_client(base_model=MODEL).stream(prompt(), PARAMS)
-    assert list(stream)
-    with pytest.raises(tinkex.StreamAlreadyConsumed):
-        list(stream)
-
-
-def test_a_stream_that_breaks_off_is_an_error_not_a_short_sample(
-    proto_service: ScriptedService, connect: Connect
-) -> None:
-    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
-    proto_service.script.on("sample_stream", do=Drop(when="mid_answer"))
-    with pytest.raises(tinkex.APIError):
-        list(sampler.stream(prompt(), tinkex.SamplingParams(max_tokens=50)))
-
-
-def test_leaving_a_stream_early_closes_it(proto_service: ScriptedService, connect: Connect) -> None:
-    sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
-    for _ in sampler.stream(prompt(), tinkex.SamplingParams(max_tokens=200)):
-        break
-    assert sampler.sample(prompt(), 1, PARAMS).result(20).sequences
-
-
 def test_a_process_that_may_open_only_60_files_still_gets_all_its_samples(proto_service: ScriptedService) -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
@@ -345,3 +292,29 @@ def test_a_process_that_may_open_only_60_files_still_gets_all_its_samples(proto_
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "500", done.stderr
+
+
+@pytest.mark.timing
+def test_a_service_that_tells_the_size_again_and_again_is_asked_at_a_measured_pace(connect: Connect) -> None:
+    config = {"inflight_response_bytes_semaphore_size": 100}
+    with ScriptedService(base_models=[MODEL], client_config=config) as service:
+        client = connect(service)
+        sampler = client.create_sampling_client(base_model=MODEL)
+        told = Answer({"status": "complete_metadata", "response_payload_size": 80})
+        service.script.on("retrieve_future", times=4, do=told)
+        started = time.monotonic()
+        assert sampler.sample(prompt(), 1, PARAMS).result(10).sequences
+        assert time.monotonic() - started > 0.1
+        answers = client._session.link().limiter.results
+        assert (answers.held, answers.held_bytes) == (0, 0)
+
+
+def test_the_time_an_announced_answer_took_to_fetch_is_told_apart(connect: Connect) -> None:
+    with ScriptedService(base_models=[MODEL], metadata_over_bytes=1) as service:
+        sampler = connect(service).create_sampling_client(base_model=MODEL)
+        service.script.on("retrieve_future", do=Delay(0.1))
+        steps: list[Any] = []
+        stop = tinkex.on("step", steps.append)
+        sampler.sample(prompt(), 1, PARAMS).result(10)
+        stop()
+        assert [entry.fetch_s >= 0.1 for entry in steps if entry.operation == "sample"] == [True]

@@ -77,6 +77,7 @@ def test_certificates_named_by_the_environment_are_trusted(
         assert client.get_server_capabilities().supported_models
 
 
+@pytest.mark.timing
 def test_an_untrusted_certificate_fails_at_once_and_names_the_remedy(
     proto_service: ScriptedService, connect: Connect, front: Front
 ) -> None:
@@ -198,6 +199,7 @@ def test_a_cancelled_sample_ends_its_exchange_and_not_the_connection(
         assert len(front.clients) == before
 
 
+@pytest.mark.timing
 def test_samples_over_http11_with_tls_open_their_connections_side_by_side(
     proto_service: ScriptedService, connect: Connect, authority: Authority
 ) -> None:
@@ -214,6 +216,7 @@ def test_samples_over_http11_with_tls_open_their_connections_side_by_side(
         assert time.monotonic() - started < 1.5
 
 
+@pytest.mark.timing
 def test_nobody_waits_in_line_to_hear_that_a_service_behind_tls_is_gone(
     connect: Connect, front: Front, authority: Authority
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -108,7 +109,7 @@ def test_a_custom_loss_that_raises_fails_its_own_call_only(training: tinkex.Trai
 def test_the_dialect_is_learned_from_client_config(service: ScriptedService, training: tinkex.TrainingClient) -> None:
     training.forward_backward([datum()], "cross_entropy").result(20)
     (sent,) = service.requests_to("forward_backward")
-    is_json = training._session.connect().dialect is Dialect.JSON
+    is_json = training._session.link().dialect is Dialect.JSON
     assert (sent.headers["content-type"] == "application/json") == is_json
 
 
@@ -134,7 +135,7 @@ def test_a_refusal_in_both_dialects_is_the_services_first_word(
     training = connect(proto_service).create_lora_training_client(MODEL)
     with pytest.raises(tinkex.BadRequestError, match="your data are bad"):
         training.forward_backward([datum()], "cross_entropy").result(20)
-    assert training._session.connect().dialect is Dialect.PROTO
+    assert training._session.link().dialect is Dialect.PROTO
 
 
 def test_training_bodies_are_compressed_where_the_service_asks_for_it(connect: Connect) -> None:
@@ -152,7 +153,7 @@ def test_a_client_from_state_has_the_rank_and_flags_of_the_saved_adapter(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
     client = connect(proto_service)
-    flags = {"train_mlp": False, "train_attn": True, "train_unembed": False}
+    flags: dict[str, Any] = {"train_mlp": False, "train_attn": True, "train_unembed": False}
     first = client.create_lora_training_client(MODEL, rank=4, seed=3, **flags)
     path = first.save_state("here").result(20).path
     for create in (
@@ -186,6 +187,7 @@ def test_a_retried_ephemeral_save_reuses_its_sampler_number(proto_service: Scrip
     assert len(bodies) == 1
 
 
+@pytest.mark.timing
 def test_save_weights_and_get_sampling_client_async_leaves_the_callers_loop_free(
     proto_service: ScriptedService, connect: Connect
 ) -> None:
@@ -272,3 +274,25 @@ def test_a_step_event_splits_the_time_into_submit_queue_compute_and_fetch(
     assert one.ok and one.seq_id == 1 and one.model_id == training.model_id
     assert one.seconds == pytest.approx(one.submit_s + one.queue_s + one.compute_s + one.fetch_s, abs=0.02)
     assert one.compute_s >= 0.15
+
+
+# -- custom losses that misbehave ------------------------------------------------------------------------------------
+
+
+def _leave(*_: Any) -> Any:
+    sys.exit(3)
+
+
+def _run_dry(*_: Any) -> Any:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("loss", [_leave, _run_dry], ids=["SystemExit", "StopIteration"])
+def test_a_custom_loss_that_exits_or_runs_dry_fails_its_own_future_and_nothing_else(
+    proto_service: ScriptedService, connect: Connect, loss: Any
+) -> None:
+    training = connect(proto_service).create_lora_training_client(MODEL)
+    future = training.forward_backward_custom([datum()], loss)
+    with pytest.raises(tinkex.TinkexError, match=r"SystemExit|StopIteration"):
+        future.result(10)
+    training.optim_step(step()).result(10)

@@ -1,4 +1,4 @@
-"""Row H1 and the wire itself: pools kept apart, connections used again and lost, every framing of an answer."""
+"""The HTTP transport: separate pools, connections that are reused or lost, and every framing of a response."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def connections(requests: list[Request]) -> set[int]:
 # -- pools ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("fault", "busy"),
     [(Hang(), "asample"), (Work(60.0), "retrieve_future")],
@@ -237,6 +238,7 @@ def test_every_framing_of_an_answer_is_read(connect: Connect, framing: str, piec
             assert client.get_server_capabilities().supported_models[0].model_name == MODEL
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     "answer",
     [
@@ -361,6 +363,7 @@ def test_a_redirect_within_the_service_is_followed_and_one_to_another_host_is_no
         assert stranger.requests == []
 
 
+@pytest.mark.timing
 def test_a_date_in_retry_after_slows_samples_down_too(proto_service: ScriptedService, connect: Connect) -> None:
     sampler = connect(proto_service).create_sampling_client(base_model=MODEL)
     # A date has whole seconds: two ahead is at least one away.
@@ -369,3 +372,51 @@ def test_a_date_in_retry_after_slows_samples_down_too(proto_service: ScriptedSer
     started = time.monotonic()
     assert sampler.sample(prompt(), 1, PARAMS).result(20).sequences
     assert 0.9 <= time.monotonic() - started < 4
+
+
+# -- what could never be sent ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"base_url": "http://host:99999"},
+        {"base_url": "http://[::1"},
+        {"base_url": "http://a..b"},
+        {"api_key": "tml-“quoted”"},
+        {"api_key": "tml-two\nlines"},
+        {"proxy": "http://proxy:99999"},
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_settings_that_could_never_be_sent_are_refused_at_once(settings: dict[str, Any]) -> None:
+    with pytest.raises(tinkex.ConfigError) as caught:
+        tinkex.ServiceClient(**{"base_url": "http://127.0.0.1:9", "api_key": "tml-x", **settings})
+    assert "quoted" not in str(caught.value) and "lines" not in str(caught.value)
+
+
+SURPLUS = (
+    b'HTTP/1.1 200 OK\r\ncontent-length: 24\r\n\r\n{"supported_models": []}'
+    b"HTTP/1.1 200 OK\r\ncontent-length: 90\r\n\r\n"
+)
+
+
+def test_bytes_beyond_an_answer_are_never_taken_for_the_next_one(connect: Connect) -> None:
+    connections = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while True:
+            head = await read_head(reader)
+            await reader.readexactly(int(head.get("content-length", 0)))
+            if "get_server_capabilities" in head[""]:
+                writer.write(SURPLUS)
+            else:
+                writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}")
+
+    with Raw(handle) as server:
+        client = connect(server, max_retries=1)
+        for _ in range(4):
+            assert client.get_server_capabilities().supported_models == []
+    assert connections >= 4

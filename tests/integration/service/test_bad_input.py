@@ -469,7 +469,7 @@ def test_a_number_that_comes_too_late_fails_and_says_so(alice: Raw, run: Run) ->
 
 # ── Optimizer
 
-ADAM: dict[str, tuple[dict[str, object], str]] = {
+ADAM: dict[str, tuple[dict[str, Any], str]] = {
     f"{name} {value}": ({"adam_params": {name: value}}, rf"{name}.*")
     for name, values in {
         "learning_rate": (-1e-4, NAN, INF, "fast", [1e-3], True, 1e30, {}),
@@ -537,7 +537,8 @@ def session(alice: Raw) -> str:
 def wanted(session: str, **changes: object) -> dict[str, object]:
     lora = {"rank": 4, "seed": None, "train_unembed": True, "train_mlp": True, "train_attn": True}
     body: dict[str, Any] = {"session_id": session, "model_seq_id": 7, "base_model": "tinkex/tiny", **changes}
-    body["lora_config"] = {**lora, **given} if isinstance(given := changes.get("lora_config", {}), dict) else given
+    changed = changes.get("lora_config", {})
+    body["lora_config"] = {**lora, **changed} if isinstance(changed, dict) else changed
     return body
 
 

@@ -150,7 +150,7 @@ def test_weights_that_are_not_there_are_not_loaded(alice: Raw, run: Run, bobs: R
 def test_sampler_weights_have_no_optimizer_to_load(alice: Raw, run: Run) -> None:
     path = run.saved("save_weights_for_sampler", "lean")
     body = run.named(path=path, optimizer=True)
-    check_refused(alice, alice.post("load_weights", body), r"lean holds no optimizer state")
+    check_refused(alice, alice.post("load_weights", body), r"lean has no optimizer state")
 
 
 def test_weights_of_another_shape_are_not_loaded(alice: Raw, run: Run) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def train(server: LiveServer, killer: Killer | None) -> dict[str, bytes]:
     """Forty steps with one client object; the final adapter and optimizer, byte for byte."""
     with tinkex.ServiceClient(base_url=server.url, api_key="tml-test") as client:
         training = client.create_lora_training_client(base_model="tinkex/tiny", rank=4, seed=11)
-        pending = []
+        pending: list[tinkex.APIFuture[Any]] = []
         for step in range(STEPS):
             if killer is not None:
                 killer.tell(step)

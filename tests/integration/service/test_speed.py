@@ -6,8 +6,12 @@ import statistics
 import time
 from pathlib import Path
 
+import pytest
+
 import tinkex
 from tests.integration.service.live import LiveServer
+
+pytestmark = pytest.mark.timing
 
 DATUM = tinkex.Datum(
     tinkex.ModelInput.from_ints(list(range(20, 52))), {"target_tokens": list(range(21, 53)), "weights": [1.0] * 32}

@@ -296,6 +296,7 @@ def key_command(server: LiveServer, *words: str) -> Any:
     return json.loads(made.stdout)
 
 
+@pytest.mark.timing
 def test_a_key_made_while_the_server_runs_works_and_a_revoked_one_stops_within_seconds(keyed: LiveServer) -> None:
     made = key_command(keyed, "create", "carol")
     carol = Raw(keyed, made["key"])

@@ -1,34 +1,39 @@
-"""A real Chromium, driven through chromedriver by W3C WebDriver over plain HTTP: no package is needed for it.
+"""A real Chromium, driven by Playwright. `make prepare` finds or installs Chromium; nothing is downloaded here.
 
-Debian's `chromium` and `chromium-driver` are used if they are there and fetched with apt-get if they can be.
+Playwright's coroutines run on a loop thread, because its blocking API leaves a running loop in the thread that uses it:
+every later `asyncio.run` and every blocking call of tinkex in the same process would be rejected.
 """
 
 from __future__ import annotations
 
-import base64
-import functools
-import http.client
-import json
-import os
+import asyncio
 import re
-import shutil
-import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from playwright.async_api import (
+    BrowserContext,
+    ConsoleMessage,
+    Download,
+    ElementHandle,
+    Page,
+    Playwright,
+    async_playwright,
+)
+from playwright.async_api import Error as BrowserError
+from playwright.async_api import TimeoutError as BrowserTimeout
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-DRIVERS = ("chromedriver", "/usr/lib/chromium-browser/chromedriver", "/usr/lib/chromium/chromedriver")
-INSTALL_S = 420
-NO_BROWSER = "TINKEX_NO_BROWSER"
-"""Set it where no browser can be had: then tests in one are left out instead of failing."""
+from tests import prepare
+
+T = TypeVar("T")
+CALL_S = 90
 FLAGS = [
-    "--headless=new",
-    "--no-sandbox",  # Chromium refuses to run as root with it
+    "--no-sandbox",  # Chromium does not start as root with it
     "--disable-gpu",
     "--disable-quic",
     "--disable-dev-shm-usage",
@@ -39,174 +44,151 @@ FLAGS = [
     "--hide-scrollbars",
     "--force-color-profile=srgb",
 ]
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-KEYS = {
-    "Enter": "\ue007", "Tab": "\ue004", "Escape": "\ue00c", "Space": " ", "ArrowLeft": "\ue012", "ArrowUp": "\ue013",
-    "ArrowRight": "\ue014", "ArrowDown": "\ue015", "Home": "\ue011", "End": "\ue010", "Shift": "\ue008",
-    "Control": "\ue009",
-}  # fmt: skip
+
+__all__ = ["Browser", "BrowserError"]
 
 
-@functools.cache
-def programs() -> tuple[str, str]:
-    """Where Chromium and its driver are; installed if they can be."""
-    reason = None if _found() else _install()
-    if (found := _found()) is not None:
-        return found
-    if os.environ.get(NO_BROWSER):
-        pytest.skip(f"{NO_BROWSER} is set, and no browser can be installed: {reason}")
-    raise AssertionError(
-        f"The console is tested in a browser, and there is none: {reason} Install chromium and chromium-driver, "
-        f"or set {NO_BROWSER}=1 to leave these tests out."
-    )
-
-
-def _found() -> tuple[str, str] | None:
-    browser, driver = (next(filter(None, map(shutil.which, names)), None) for names in (BROWSERS, DRIVERS))
-    return (browser, driver) if browser and driver else None
-
-
-def _install() -> str:
-    """Why there is still none, if there is."""
-    if shutil.which("apt-get") is None or os.geteuid() != 0:
-        return "only root can install one here, with apt-get."
-    environment, end = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, time.monotonic() + INSTALL_S
-    said = ""
-    for words in (["update", "-qq"], ["install", "-y", "--no-install-recommends", "chromium", "chromium-driver"]):
-        left = max(1.0, end - time.monotonic())
-        try:
-            done = subprocess.run(["apt-get", *words], env=environment, capture_output=True, text=True, timeout=left)
-        except subprocess.TimeoutExpired:
-            return f"apt-get took longer than {INSTALL_S} s."
-        said = done.stderr.strip()[-300:] or said
-    return f"apt-get said {said!r}."
+def chromium() -> str:
+    """Return the path of Chromium. Without one, skip these tests, or fail them in CI."""
+    path = prepare.chromium()
+    if path is None:
+        sentence = "The console is tested in Chromium, and there is none: run `make prepare` as root, or install it."
+        if prepare.is_ci():
+            pytest.fail(sentence)
+        pytest.skip(sentence)
+    return path
 
 
 class Browser:
-    """One window. Elements are found by CSS; what is not there yet is waited for."""
+    """One window. Elements are found by CSS, and `find` waits for those that are not there yet."""
 
     def __init__(self, folder: Path) -> None:
-        browser, driver = programs()
+        executable = chromium()
         self.downloads = folder / "downloads"
         self.downloads.mkdir(parents=True)
-        with (folder / "driver.log").open("wb") as log:
-            self._driver = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, stderr=log)
-        assert self._driver.stdout is not None
-        for line in self._driver.stdout:
-            if found := re.search(rb"started successfully on port (\d+)", line):
-                break
-        else:
-            raise AssertionError(f"{driver} did not start.")
-        self._port, self._session, self._size = int(found[1]), "", (1200, 800, False)
-        options = {
-            "binary": browser,
-            "args": [*FLAGS, f"--user-data-dir={folder / 'profile'}"],
-            "prefs": {"download.default_directory": str(self.downloads), "download.prompt_for_download": False},
-        }
-        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
-        self._session = f"/session/{made['sessionId']}"
+        self._complaints: list[str] = []
+        self._size = (1200, 800, False)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="browser", daemon=True)
+        self._thread.start()
+        self._playwright, self._context = self._do(self._launch(executable, folder / "profile"))
+        self._page = self._context.pages[0]
 
-    # ── WebDriver
+    async def _launch(self, executable: str, profile: Path) -> tuple[Playwright, BrowserContext]:
+        playwright = await async_playwright().start()
+        context = await playwright.chromium.launch_persistent_context(
+            profile, executable_path=executable, headless=True, args=FLAGS, accept_downloads=True
+        )
+        context.on("page", self._listen)
+        return playwright, context
 
-    def _ask(self, method: str, path: str, body: object = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=90)
-        try:
-            content = json.dumps({} if body is None else body) if method == "POST" else None
-            connection.request(method, self._session + path, content, {"content-type": "application/json"})
-            value = json.loads(connection.getresponse().read())["value"]
-        finally:
-            connection.close()
-        if isinstance(value, dict) and "error" in value and "stacktrace" in value:
-            raise BrowserError(f"{value['error']}: {value['message']}")
-        return value
+    def _listen(self, page: Page) -> None:
+        page.on("console", self._note)
+        page.on("pageerror", lambda error: self._complaints.append(str(error)))
+        page.on("download", self._keep)
 
-    def cdp(self, command: str, **parameters: object) -> Any:
-        return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+    def _note(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self._complaints.append(f"{message.location.get('url', '')} {message.text}")
+
+    async def _keep(self, download: Download) -> None:
+        partial = self.downloads / f"{download.suggested_filename}.partial"
+        await download.save_as(partial)
+        partial.rename(self.downloads / download.suggested_filename)  # tests wait for the name, then read the file
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it on the loop thread and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_S)
 
     def run(self, script: str, *arguments: object) -> Any:
-        return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+        """Run the body of a function in the page. It sees `arguments`, and what it returns comes back."""
+        try:
+            return self._do(self._page.evaluate(_function(script), list(arguments)))
+        except BrowserError as error:
+            if "Execution context was destroyed" not in str(error):
+                raise
+        # The page went on to another address meanwhile (sign-in, sign-out): ask the new page.
+        self._do(self._page.wait_for_load_state())
+        return self._do(self._page.evaluate(_function(script), list(arguments)))
 
     def open(self, url: str) -> None:
-        """In a new tab: what the last page kept in its session is gone."""
-        fresh = self._ask("POST", "/window/new", {"type": "tab"})["handle"]
-        for handle in self._ask("GET", "/window/handles"):
-            if handle != fresh:
-                self._ask("POST", "/window", {"handle": handle})
-                self._ask("DELETE", "/window")
-        self._ask("POST", "/window", {"handle": fresh})
+        """Open the address in a new tab, so that the last page's session storage is gone."""
+        fresh = self._do(self._context.new_page())
+        for page in self._context.pages:
+            if page is not fresh:
+                self._do(page.close())
+        self._page = fresh
         self.size(*self._size)
         self.go(url)
 
     def go(self, url: str) -> None:
-        self._ask("POST", "/url", {"url": url})
+        self._do(self._page.goto(url))
+
+    def offline(self, is_offline: bool) -> None:
+        """Cut the page off from the network, or connect it again."""
+        self._do(self._context.set_offline(is_offline))
 
     # ── What is on the page
 
-    def find(self, css: str, text: str | None = None, *, wait_s: float = 20) -> dict[str, str]:
-        """The first visible element that matches and has the text."""
-        script = """
-            const [css, text] = arguments;
-            return [...document.querySelectorAll(css)].find((element) =>
-                element.checkVisibility() && (text === null || element.textContent.includes(text))) ?? null;
-        """
-        found: dict[str, str] = self.wait(
-            lambda: self.run(script, css, text), f"{css} with {text!r}" if text else css, wait_s
-        )
-        return found
+    def find(self, css: str, text: str | None = None, *, wait_s: float = 20) -> ElementHandle:
+        """Return the first visible element that matches and has the text."""
+        elements = self._page.locator(css).filter(visible=True)
+        if text is not None:
+            elements = elements.filter(has_text=re.compile(re.escape(text)))  # a plain string would ignore case
+        try:
+            return self._do(elements.first.element_handle(timeout=wait_s * 1000))
+        except BrowserTimeout:
+            raise self._missing(f"{css} with {text!r}" if text else css, wait_s) from None
 
     def texts(self, css: str) -> list[str]:
-        found: list[str] = self.run(
+        texts: list[str] = self.run(
             "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility())"
             ".map((e) => e.textContent)",
             css,
         )
-        return found
+        return texts
 
     def text(self, css: str = "main") -> str:
         return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", css))
 
     def wait(self, look: Callable[[], Any], what: str, wait_s: float = 20) -> Any:
+        """Call `look` until it returns something true, and return that."""
         end = time.monotonic() + wait_s
-        while not (found := look()):
+        while not (value := look()):
             if time.monotonic() > end:
-                raise AssertionError(f"{what} did not come in {wait_s} s. The page says:\n{self.text('body')[:2000]}")
+                raise self._missing(what, wait_s)
             time.sleep(0.05)
-        return found
+        return value
 
     def wait_text(self, text: str, css: str = "main", wait_s: float = 20) -> None:
         self.wait(lambda: text in self.text(css), f"the text {text!r} in {css}", wait_s)
 
+    def _missing(self, what: str, wait_s: float) -> AssertionError:
+        return AssertionError(f"{what} did not come in {wait_s} s. The page says:\n{self.text('body')[:2000]}")
+
     # ── What a person does
 
     def click(self, css: str, text: str | None = None) -> None:
-        found = self.find(css, text)
-        self.run("arguments[0].scrollIntoView({block: 'center'})", found)
-        self._ask("POST", f"/element/{found[ELEMENT]}/click")
+        self._do(self.find(css, text).click())
 
     def enter(self, css: str, text: str) -> None:
-        """In place of what is there."""
-        found = self.find(css)
-        self._ask("POST", f"/element/{found[ELEMENT]}/clear")
-        self._ask("POST", f"/element/{found[ELEMENT]}/value", {"text": text})
+        """Type the text in place of what is in the field."""
+        field = self.find(css)
+        self._do(field.fill(""))
+        self._do(field.focus())
+        self._do(self._page.keyboard.type(text))
 
     def press(self, *names: str) -> None:
-        """Keys one after the other; `Shift+Tab` holds the first."""
-        steps: list[dict[str, str]] = []
+        """Press keys one after the other; `Shift+Tab` holds the first."""
         for name in names:
-            *held, last = [KEYS.get(part, part) for part in name.split("+")]
-            steps += [{"type": "keyDown", "value": key} for key in (*held, last)]
-            steps += [{"type": "keyUp", "value": key} for key in (last, *reversed(held))]
-        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": steps}]})
+            self._do(self._page.keyboard.press(name))
 
-    def hover(self, element: dict[str, str], x: int = 0, y: int = 0) -> None:
-        """The middle of the element, or beside it."""
-        self.run("arguments[0].scrollIntoView({block: 'center'})", element)
-        move = {"type": "pointerMove", "duration": 0, "origin": element, "x": x, "y": y}
-        self._ask("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
+    def hover(self, element: ElementHandle) -> None:
+        """Move the mouse to the middle of the element."""
+        self._do(element.hover())
 
     def focused(self) -> str:
-        """What has the focus, as a reader would name it."""
+        """Return the accessible name of the element that has the focus."""
         return str(
             self.run(
                 "const e = document.activeElement;"
@@ -218,57 +200,44 @@ class Browser:
 
     def size(self, width: int, height: int, is_dark: bool = False) -> None:
         self._size = (width, height, is_dark)
-        self.cdp("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        self.cdp("Emulation.setEmulatedMedia", features=[scheme])
+        self._do(self._page.set_viewport_size({"width": width, "height": height}))
+        self._do(self._page.emulate_media(color_scheme="dark" if is_dark else "light"))
 
     def picture(self, file: Path, *, is_whole: bool = True) -> None:
-        """The whole page as a PNG."""
-        if is_whole:
-            width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
-            before = self.run("return innerHeight")
-            self.cdp(
-                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-            )
-            time.sleep(0.1)  # plots are drawn anew
-        content = self.cdp("Page.captureScreenshot", format="png")["data"]
-        if is_whole:
-            self.cdp(
-                "Emulation.setDeviceMetricsOverride", width=width, height=before, deviceScaleFactor=1, mobile=False
-            )
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(base64.b64decode(content))
+        """Save the whole page, or what is in view, as a PNG."""
+        self._do(self._page.screenshot(path=file, full_page=is_whole))
 
     def complaints(self) -> list[str]:
-        """What the browser logged since it was last asked: errors, refused requests, breaches of the policy."""
-        logged = self._ask("POST", "/se/log", {"type": "browser"})
-        return [entry["message"] for entry in logged if entry["level"] in ("SEVERE", "WARNING")]
+        """Return the errors and warnings that the browser logged since the last call."""
+        self.run("return 0")  # what was logged before this call has arrived when it returns
+        complaints, self._complaints[:] = list(self._complaints), []
+        return complaints
 
     def asked_hosts(self) -> set[str]:
-        """Every host that this page has loaded something from."""
-        found = self.run(
-            "return performance.getEntries().filter((e) => e.name.includes('://')).map((e) => new URL(e.name).host)"
+        """Return every host that this page has loaded something from."""
+        return set(
+            self.run(
+                "return performance.getEntries().filter((e) => e.name.includes('://')).map((e) => new URL(e.name).host)"
+            )
         )
-        return set(found)
 
     def close(self) -> None:
         try:
-            if self._session:
-                self._ask("DELETE", "")
+            self._do(self._context.close())
+            self._do(self._playwright.stop())
         finally:
-            self._driver.terminate()
-            self._driver.wait(20)
-            if self._driver.stdout is not None:
-                self._driver.stdout.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(20)
+            self._loop.close()
 
     def __enter__(self) -> Browser:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
 
-class BrowserError(Exception):
-    pass
+def _function(script: str) -> str:
+    return f"(given) => (function () {{ {script} }}).apply(null, given)"

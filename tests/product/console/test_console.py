@@ -199,14 +199,20 @@ def test_a_run_of_5000_steps_is_drawn_with_few_points_and_at_once(page: Browser,
     size = page.run("return document.querySelector('path.line.is-loss').getAttribute('d').length")
     assert 1000 < size < 40_000
     page.find("svg.drawing")
-    took = page.run(
+    changed = page.run(
         "const svg = document.querySelector('svg.drawing'), box = svg.getBoundingClientRect();"
-        "const began = performance.now();"
-        "for (let n = 0; n < 20; n++) svg.dispatchEvent(new PointerEvent('pointermove', "
-        "{clientX: box.left + 100 + n * 20, clientY: box.top + 50}));"
-        "return (performance.now() - began) / 20"
+        "const observer = new MutationObserver(() => {}), seen = [];"
+        "observer.observe(document.body, {subtree: true, childList: true, attributes: true, characterData: true});"
+        "for (let n = 0; n < 20; n++) {"
+        "    svg.dispatchEvent(new PointerEvent('pointermove', "
+        "        {clientX: box.left + 100 + n * 20, clientY: box.top + 50}));"
+        "    const records = observer.takeRecords();"
+        "    seen.push([records.length, records.filter((r) => r.target.matches?.('path.line')).length]);"
+        "}"
+        "return seen"
     )
-    assert took < 50, f"moving the cursor took {took} ms"
+    # Moving the cursor writes a few numbers; it draws no line again. How long that takes is the machine's affair.
+    assert all(0 < count < 100 and lines == 0 for count, lines in changed), changed
     page.picture(PICTURES / "run-5000-steps.png")
 
 
@@ -512,13 +518,11 @@ def test_the_theme_can_be_chosen_and_is_kept(page: Browser, stage: Stage) -> Non
 def test_a_lost_connection_is_said_and_mends_itself(browser: Browser, stage: Stage) -> None:
     browser.open(f"{stage.url}/#/runs")
     browser.find("tbody a")
-    conditions = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-    browser.cdp("Network.enable")
-    browser.cdp("Network.emulateNetworkConditions", offline=True, **conditions)
+    browser.offline(True)
     browser.wait_text("Connection lost, trying again.", "#connection")
     browser.picture(PICTURES / "connection-lost.png", is_whole=False)
     assert "proverbs" in browser.text()
-    browser.cdp("Network.emulateNetworkConditions", offline=False, **conditions)
+    browser.offline(False)
     browser.wait(lambda: browser.texts("#connection") == [], "the line to go")
     assert [line for line in browser.complaints() if "ERR_INTERNET_DISCONNECTED" not in line] == []
 

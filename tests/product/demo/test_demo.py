@@ -1,4 +1,4 @@
-"""`tinkex demo` as a user runs it: on the tiny model here, on the real one in `make test-full`."""
+"""`tinkex demo` as a user runs it: with the tiny model here, with the real one in `make test-full`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def interrupted(folder: Path, after: str, *flags: str) -> str:
     os.killpg(process.pid, signal.SIGINT)
     said, more = process.communicate(timeout=60)
     assert process.returncode == 130, said + more
-    assert "it goes on" in more and "Traceback" not in more
+    assert "again to continue" in more and "Traceback" not in more
     return said
 
 
@@ -76,7 +76,7 @@ def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on_with_the_same_ru
     assert not servers_of(folder)
     run_id = json.loads((folder / "demo.json").read_text())["run_id"]
     said = run(folder, "--steps", "60")
-    assert (found := re.search(r"Going on after step (\d+)", said)) and 0 < int(found[1]) <= 60
+    assert (found := re.search(r"Continuing after step (\d+)", said)) and 0 < int(found[1]) <= 60
     assert run_id in said
 
 
@@ -85,7 +85,7 @@ def test_the_second_demo_learns_by_reward_and_goes_on_after_ctrl_c(tmp_path: Pat
     folder = tmp_path / "demo"
     interrupted(folder, "step ", "--rl", "--steps", "40")
     said = run(folder, "--rl", "--steps", "40")
-    assert "Going on after step" in said and "mean reward" in said
+    assert "Continuing after step" in said and "mean reward" in said
     assert re.search(r"Mean reward \d\.\d\d in the first 5 steps", said)
 
 
@@ -103,15 +103,15 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
         supervised.run(Stage(tmp_path / "file" / "demo", "tinkex/tiny", 0, 1))
 
 
-def test_a_memory_of_other_settings_or_of_another_release_is_not_used(tmp_path: Path) -> None:
+def test_state_of_other_settings_or_of_another_release_is_not_used(tmp_path: Path) -> None:
     first = Stage(tmp_path, "tinkex/tiny", 0, 5)
-    first.memory.run_id = "r"
-    first.remember()
-    assert Stage(tmp_path, "tinkex/tiny", 0, 5).memory.run_id == "r"
-    assert Stage(tmp_path, "tinkex/tiny", 0, 6).memory.run_id == ""
-    assert Stage(tmp_path, "tinkex/tiny", 0, 5, is_fresh=True).memory.run_id == ""
+    first.state.run_id = "r"
+    first.save_state()
+    assert Stage(tmp_path, "tinkex/tiny", 0, 5).state.run_id == "r"
+    assert Stage(tmp_path, "tinkex/tiny", 0, 6).state.run_id == ""
+    assert Stage(tmp_path, "tinkex/tiny", 0, 5, is_fresh=True).state.run_id == ""
     (tmp_path / "demo.json").write_text('{"something": "else"}')
-    assert Stage(tmp_path, "tinkex/tiny", 0, 5).memory.run_id == ""
+    assert Stage(tmp_path, "tinkex/tiny", 0, 5).state.run_id == ""
 
 
 @pytest.mark.full

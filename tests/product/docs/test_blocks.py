@@ -12,7 +12,7 @@ import pytest
 
 from tests.product.docs.pages import GUIDES, PAGES, REFERENCE, ROOT, Block, blocks, named
 from tinkex import as_tinker
-from tinkex.cli.main import parser
+from tinkex.cli.parser import build_parser
 
 # `test_guides` runs the guides, `test_docstrings` the examples in the reference, where they come from.
 OF_PAGES = [page for page in PAGES if page not in (*GUIDES, *REFERENCE)]
@@ -23,8 +23,11 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, environment: dict[str, str]) -> None:
+def test_the_code_of_a_page_runs_from_top_to_bottom(
+    page: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     space = {"__name__": "__main__"}
+    monkeypatch.setenv("TINKEX_CACHE_DIR", str(ROOT / ".cache"))  # the README trains a real model: load it once
     try:
         for block in blocks(page):
             if block.kind == "python":
@@ -56,7 +59,7 @@ def test_every_command_in_a_page_exists(page: Path, line: str) -> None:
             assert words[0] in targets
         case "tinkex":
             words = list(itertools.takewhile(lambda word: word != "<", words))
-            assert parser(words).parse_args(words).run is not None  # or ends the process, as a command would
+            assert build_parser(words).parse_args(words).run is not None  # or ends the process, as a command would
         case "python" | "python3":
             is_file = words[0].endswith(".py") and (ROOT / words[0]).is_file()
             assert is_file or words[:2] in (["-m", "tinkex.as_tinker"], ["-m", "venv"])

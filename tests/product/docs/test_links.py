@@ -40,13 +40,6 @@ def test_every_test_that_a_link_names_is_in_the_file_it_leads_to(page: Path) -> 
     assert not wrong, f"{named(page)}: {wrong}"
 
 
-def test_the_readme_names_a_test_for_each_of_its_claims() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    claims = text.split("| shown by |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
-    assert len(claims) > 5
-    assert all("](tests/" in claim for claim in claims)
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if "decisions" not in page.parts], ids=named)
 def test_files_named_in_prose_exist(page: Path) -> None:
     # A path in backquotes that starts with a folder of ours and is no call of the API; decisions speak of their day.

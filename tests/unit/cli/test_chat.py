@@ -16,7 +16,7 @@ import pytest
 from tinkex.testing import ScriptedService
 
 from .conftest import KEY, Saved, Tinkex
-from .terminal import Terminal
+from .typed_command import Terminal
 
 MODELS = [{"model_name": "org/one"}, {"model_name": "one", "alias_of": "org/one"}]
 
@@ -119,14 +119,15 @@ def test_the_only_model_is_meant_if_none_is_named(run: Tinkex, speaker: Speaker,
     ran = run("chat")
     assert (ran.code, speaker.heard) == (1, [])
     assert ran.err == (
-        "tinkex: Name a model: tinkex chat MODEL. The service offers org/one, org/two; `latest` is a checkpoint.\n"
+        "tinkex: Name a model: tinkex chat MODEL. The service offers org/one, org/two; "
+        "`latest` is your newest checkpoint.\n"
     )
     assert "has no model 'three'. It offers org/one, org/two." in run("chat", "three").err
 
 
 def test_latest_is_the_newest_checkpoint_for_sampling(run: Tinkex, service: ScriptedService, says: Any) -> None:
     says("Hi")
-    assert "There is no checkpoint to talk to" in run("chat", "latest").err
+    assert "There is no checkpoint to chat with" in run("chat", "latest").err
 
 
 def test_a_checkpoint_that_cannot_be_sampled_is_refused_with_where_to_look(
@@ -140,10 +141,10 @@ def test_a_checkpoint_that_cannot_be_sampled_is_refused_with_where_to_look(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((400, ['{"error": {"message": "max_tokens: too many."}}']), "refused (HTTP 400: max_tokens: too many)"),
+        ((400, ['{"error": {"message": "max_tokens: too many."}}']), "request (HTTP 400: max_tokens: too many)"),
         ((404, ['{"detail": "no such call"}']), "Not found (HTTP 404: no such call)"),
         ((200, [chunk("Hel"), '{"error": {"message": "The engine died."}}']), "The engine died."),
-        ((200, [chunk("Hel")]), "The answer broke off"),
+        ((200, [chunk("Hel")]), "The reply broke off"),
         ((200, ["[1, 2]"]), "The stream brought no text"),
     ],
 )  # fmt: skip
@@ -165,24 +166,24 @@ def test_no_message_is_said_so(run: Tinkex, speaker: Speaker, says: Any) -> None
 @pytest.mark.parametrize("value", ["-1", "warm", "nan", "inf"])
 def test_a_temperature_is_a_number_from_0(run: Tinkex, value: str) -> None:
     ran = run("chat", f"--temperature={value}")
-    assert ran.code == 2 and "no temperature" in ran.err
+    assert ran.code == 2 and "is not a temperature" in ran.err
 
 
 def test_a_conversation_is_kept_and_obeys_its_commands(speaker: Speaker, tmp_path: Path) -> None:
     full = '{"error": {"message": "too long", "code": "context_length_exceeded"}}'
     file = tmp_path / "talk.json"
     with Terminal("chat") as terminal:
-        terminal.wait_for("Talking to org/one")
+        terminal.wait_for("Chatting with the base model org/one")
         for typed, answered in [
             ("Is it so?", "Yes."),
-            ("/temperature 0.5", "The temperature is 0.5."),
-            ("/temperature hot", "no temperature"),
+            ("/temperature 0.5", "Set the temperature to 0.5."),
+            ("/temperature hot", "is not a temperature"),
             ("//etc", "Yes."),
-            (f"/save {file}", "4 messages are in"),
-            (f"/save {file}", "4 messages are in"),
-            ("/nothing", "There is no /nothing."),
+            (f"/save {file}", "Saved 4 messages to"),
+            (f"/save {file}", "Saved 4 messages to"),
+            ("/nothing", "Unknown command /nothing."),
             ("/help", "/reset"),
-            ("/system Be brief.", "begins anew"),
+            ("/system Be brief.", "Set the system message and cleared"),
             ("And now?", "Yes."),
         ]:
             terminal.wait_for("> ")
@@ -191,9 +192,9 @@ def test_a_conversation_is_kept_and_obeys_its_commands(speaker: Speaker, tmp_pat
         terminal.wait_for("> ")
         speaker.answers = [(400, [full])]
         terminal.type("More?\n")
-        terminal.wait_for("/reset begins anew")
+        terminal.wait_for("/reset clears it")
         terminal.wait_for("> ")
-        terminal.interrupt_until("(Ctrl-D ends.)")
+        terminal.interrupt_until("(Ctrl-D ends the chat.)")
         terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
@@ -212,7 +213,7 @@ def test_a_file_that_is_there_already_is_not_written_over(speaker: Speaker, tmp_
         terminal.type("Hi\n")
         terminal.wait_for("> ")
         terminal.type(f"/save {file}\n")
-        terminal.wait_for("is already there")
+        terminal.wait_for("already exists")
         terminal.type("/save /no/such/folder/file\n")
         terminal.wait_for("cannot be written")
         terminal.type("/exit\n")

@@ -94,7 +94,7 @@ def test_without_an_address_this_machines_service_is_meant_and_the_key_of_the_ho
     monkeypatch.setenv("TINKEX_PORT", service.url.rpartition(":")[2])
     ran = run("console")
     assert (ran.code, ran.out) == (0, f"{service.url}/\n")
-    assert ran.err == "The service wants a key, and TINKER_API_KEY is none of its. The page asks for one.\n"
+    assert ran.err == "The service rejected the key in TINKER_API_KEY. The page asks for one.\n"
     assert browser.went == (f"{service.url}/", f"{service.url}/")
     assert not any(KEY in str(request.headers) for request in service.requests)
 
@@ -108,8 +108,8 @@ def test_nobody_there_says_how_to_start_a_service(
     ran = run("console")
     assert ran.code == 1 and not browser.is_used
     assert ran.err == (
-        f"tinkex: No service answers at http://127.0.0.1:{port}. Start one with `tinkex serve`, "
-        "or set TINKER_BASE_URL to where one runs.\n"
+        f"tinkex: No service responds at http://127.0.0.1:{port}. Start one with `tinkex serve`, "
+        "or set TINKER_BASE_URL to its address.\n"
     )
 
 

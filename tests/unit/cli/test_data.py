@@ -12,11 +12,10 @@ import pytest
 
 from tinkex.clock import REAL
 from tinkex.errors import TinkexError
-from tinkex.store import backup as store_backup
 from tinkex.store.backup import back_up
 from tinkex.store.lock import DataLock
-from tinkex.store.payloads import INLINE_BYTES
-from tinkex.store.records import Checkpoint, Operation, Run, Session
+from tinkex.store.payloads import MAX_INLINE_BYTES
+from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Store
 
 from .conftest import Tinkex
@@ -32,11 +31,13 @@ class Data:
         self.folder = folder
         self.now = REAL.wall()
         self.store = Store.open(f"sqlite:///{folder / 'tinkex.db'}", folder)
-        self.store.add_session(Session(id="s", tenant="local", created_at=self.now, seen_at=self.now))
+        self.store.add_session(SessionRecord(id="s", tenant="local", created_at=self.now, seen_at=self.now))
         run: dict[str, Any] = {"train_attn": True, "train_mlp": True, "train_unembed": True, "seed": 0, "rank": 4}
-        times = {"created_at": self.now, "last_request_at": self.now}
-        self.run = Run(id="s:train:0", tenant="local", session_id="s", base_model="tinkex/tiny", **run, **times)
-        creation = Operation(request_id="r0", run_id=self.run.id, tenant="local", seq_id=0, kind="create", digest="0")
+        times: dict[str, Any] = {"created_at": self.now, "last_request_at": self.now}
+        self.run = RunRecord(id="s:train:0", tenant="local", session_id="s", base_model="tinkex/tiny", **run, **times)
+        creation = OperationRecord(
+            request_id="r0", run_id=self.run.id, tenant="local", seq_id=0, kind="create", digest="0"
+        )
         self.store.add_run(self.run, creation, b"create")
 
     def folder_with(self, name: str, content: bytes = b"weights") -> str:
@@ -44,9 +45,9 @@ class Data:
         (self.folder / name / "adapter_model.safetensors").write_bytes(content)
         return name
 
-    def checkpoint(self, name: str, expires_at: float | None = None) -> Checkpoint:
+    def checkpoint(self, name: str, expires_at: float | None = None) -> CheckpointRecord:
         folder = self.folder_with(f"checkpoints/s:train:0/weights/{name}")
-        saved = Checkpoint(
+        saved = CheckpointRecord(
             path=f"tinker://s:train:0/weights/{name}", tenant="local", run_id=self.run.id, kind="weights", name=name,
             folder=folder, base_model="tinkex/tiny", rank=4, train_attn=True, train_mlp=True, train_unembed=True,
             created_at=self.now, size_bytes=7, files={}, expires_at=expires_at,
@@ -55,7 +56,7 @@ class Data:
         return saved
 
     def operation(self, seq_id: int, command: bytes) -> None:
-        row = Operation(
+        row = OperationRecord(
             request_id=f"r{seq_id}", run_id=self.run.id, tenant="local", seq_id=seq_id, kind="optim_step", digest="1"
         )
         self.store.add_operation(row, command)
@@ -94,7 +95,7 @@ def test_gc_removes_what_expired_and_what_nothing_names_and_keeps_the_rest(run: 
 def test_gc_dry_run_says_what_would_go_and_removes_nothing(run: Tinkex, data: Data) -> None:
     gone = data.checkpoint("gone", expires_at=data.now - 1)
     ran = run("gc", "--dry-run")
-    assert gone.path in ran.out and "Would free" in ran.err
+    assert gone.path in ran.out and "Would delete" in ran.err
     assert data.store.get_checkpoint(gone.path) == gone
     assert (data.folder / gone.folder).is_dir()
 
@@ -112,11 +113,11 @@ def test_gc_beside_a_server_leaves_what_may_be_in_the_making(run: Tinkex, data: 
 
 
 def test_gc_leaves_a_journal_that_is_still_needed_whole(run: Tinkex, data: Data) -> None:
-    data.operation(1, b"c" * (INLINE_BYTES + 1))
+    data.operation(1, b"c" * (MAX_INLINE_BYTES + 1))
     (data.folder / "journal" / "ab").mkdir(exist_ok=True)
     (data.folder / "journal" / "ab" / "abandoned.part").write_bytes(b"half")
     assert run("gc", "-o", "json").json["files"] == 1
-    assert data.store.command("r1") == b"c" * (INLINE_BYTES + 1)
+    assert data.store.command("r1") == b"c" * (MAX_INLINE_BYTES + 1)
 
 
 # -- backup -----------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def test_a_backup_holds_what_the_database_names_and_nothing_else(run: Tinkex, da
     kept = data.checkpoint("kept")
     snapshot = data.folder_with("journal/snapshots/s_train_0-1")
     data.store.set_snapshot(data.run.id, snapshot, 0)
-    data.operation(1, b"c" * (INLINE_BYTES + 1))
+    data.operation(1, b"c" * (MAX_INLINE_BYTES + 1))
     data.folder_with("checkpoints/s:train:0/weights/crashed.partial")
     (data.folder / "private.key").write_text("tml-a-private-key\n")
     ran = run("backup", str(tmp_path / "copy"), "-o", "json")
@@ -138,7 +139,7 @@ def test_a_backup_holds_what_the_database_names_and_nothing_else(run: Tinkex, da
     assert ran.json["things"] == 3
     with restored(tmp_path / "copy") as copy:
         assert copy.get_checkpoint(kept.path) == kept
-        assert copy.command("r1") == b"c" * (INLINE_BYTES + 1)
+        assert copy.command("r1") == b"c" * (MAX_INLINE_BYTES + 1)
     for name in (kept.folder, snapshot):
         assert (tmp_path / "copy" / name / "adapter_model.safetensors").read_bytes() == b"weights"
     assert not (tmp_path / "copy" / "checkpoints/s:train:0/weights/crashed.partial").exists()
@@ -213,7 +214,7 @@ def test_a_disk_that_fails_is_not_taken_for_a_file_that_went(
     def full(source: Path, target: Path) -> None:
         raise shutil.Error([(str(source), str(target), "[Errno 28] No space left on device")])
 
-    monkeypatch.setattr(store_backup.shutil, "copytree", full)
+    monkeypatch.setattr(shutil, "copytree", full)
     with pytest.raises(shutil.Error, match="No space left"):
         back_up(data.store, data.folder, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

@@ -15,7 +15,7 @@ import tinkex
 from tests.integration.service.live import LiveServer
 
 from .conftest import Tinkex
-from .terminal import Terminal
+from .typed_command import Terminal
 
 STEPS = 4
 
@@ -86,7 +86,7 @@ def test_ctrl_c_stops_the_answer_here_and_there_and_the_conversation_goes_on(tra
         Terminal("chat", "--temperature", "0", "--max-tokens", "1900") as terminal,
     ):
         rest = service.create_rest_client()
-        terminal.wait_for("`tinkex chat latest` talks to what you trained last.")
+        terminal.wait_for("`tinkex chat latest` uses your newest checkpoint.")
         terminal.wait_for("> ")
         terminal.type("Hi\n")
         terminal.wait_for("Hi\n")

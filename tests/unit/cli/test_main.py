@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import tinkex
+from tinkex.cli import parser
 from tinkex.cli.connect import config_for
-from tinkex.cli.main import NOUNS, parser
 from tinkex.testing import Answer, Drop, Hang, ScriptedService, Status
 
 from .conftest import KEY, Saved, Tinkex, start
@@ -84,13 +84,13 @@ def test_every_local_command_has_help_with_an_example_and_no_option_of_a_client(
 
 
 def test_every_command_is_tried_here() -> None:
-    assert {words[0] for words in (*COMMANDS, *LOCAL)} == {*NOUNS, "version"}
+    assert {words[0] for words in (*COMMANDS, *LOCAL)} == {*parser.COMMANDS, "version"}
 
 
 def test_help_lists_every_command(run: Tinkex) -> None:
     shown = run("--help").out
-    for name, about in NOUNS.items():
-        assert name in shown and about in shown
+    for name, command in parser.COMMANDS.items():
+        assert name in shown and command.about in shown
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,27 @@ def test_a_misused_command_ends_with_2(run: Tinkex) -> None:
     assert run("-o", "json").code == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["run", "watch"], "`tinkex run list` shows your runs."),
+        (["run", "info"], "`tinkex run list` shows your runs."),
+        (["backup"], "  tinkex backup /mnt/backups/tinkex-monday"),
+        (["no-such-command"], "  tinkex demo "),
+    ],
+)
+def test_a_misused_command_says_what_to_do_next(run: Tinkex, words: list[str], advice: str) -> None:
+    ran = run(*words)
+    assert (ran.code, ran.out) == (2, "")
+    assert advice in ran.err
+    assert "--help` shows all options." in ran.err and "usage:" not in ran.err
+
+
 def test_alone_the_command_teaches_its_first_steps(run: Tinkex) -> None:
     ran = run()
     assert (ran.code, ran.out, ran.err) == (0, run("--help").out, "")
     first_steps = ran.out.partition("first steps:\n")[2]
-    assert [name for name in NOUNS if f"  tinkex {name}" in first_steps] == FIRST
+    assert [name for name in parser.COMMANDS if f"  tinkex {name}" in first_steps] == FIRST
 
 
 @pytest.mark.parametrize("noun", ["run", "checkpoint", "models", "key"])
@@ -154,11 +170,11 @@ def test_a_noun_alone_shows_its_commands(run: Tinkex, noun: str) -> None:
 
 def test_every_example_is_a_command_that_exists() -> None:
     tried = 0
-    for one in _parsers(parser(list(NOUNS))):
+    for one in _parsers(parser.build_parser(list(parser.COMMANDS))):
         for line in (one.epilog or "").splitlines():
             if line.startswith("  tinkex "):
                 words = shlex.split(re.split(r"\s{3,}|<", line.strip())[0])[1:]
-                assert parser(words).parse_args(words).run is not None, line
+                assert parser.build_parser(words).parse_args(words).run is not None, line
                 tried += 1
     assert tried > 40
 
@@ -199,8 +215,8 @@ def test_without_any_setting_somebody_new_is_told_of_their_own_service(run: Tink
     ran = run("run", "list")
     assert ran.code == 1
     assert ran.err == (
-        "tinkex: No API key for the hosted service. Set TINKER_API_KEY; or, for a service of your own "
-        "(`tinkex serve`), its address: export TINKER_BASE_URL=http://127.0.0.1:8642\n"
+        "tinkex: No API key for the hosted service. Set TINKER_API_KEY. For a service on this machine "
+        "(`tinkex serve`), set its address instead: export TINKER_BASE_URL=http://127.0.0.1:8642\n"
     )
 
 
@@ -212,7 +228,7 @@ def test_a_service_that_is_gone_is_given_up_soon_and_every_wait_is_announced(
     ran = run("run", "list")
     assert ran.code == 1
     first, last = ran.err.splitlines()
-    assert first.startswith("Trying again in 0.")
+    assert first.startswith("Retrying in 0.")
     assert "gave up after 2 attempts" in last and "tinkex doctor" in last
 
 
@@ -268,7 +284,7 @@ def test_letters_that_the_terminal_lacks_do_not_end_a_command(
     service.script.on("list_training_runs", do=Status(400, "naïve"))
     running = start("run", "list")
     _, err = running.communicate(timeout=30)
-    assert (running.returncode, err) == (1, "tinkex: The service refused (HTTP 400: na?ve).\n")
+    assert (running.returncode, err) == (1, "tinkex: The service rejected the request (HTTP 400: na?ve).\n")
 
 
 def test_a_command_is_less_patient_than_a_run_unless_settings_say_otherwise(

@@ -59,7 +59,7 @@ def test_an_alias_stands_beside_its_model_and_what_is_not_told_is_a_dash(run: Ti
 def test_an_answer_without_models_is_one_sentence(run: Tinkex, service: ScriptedService) -> None:
     service.script.on("get_server_capabilities", do=Answer("{}"))
     ran = run("models", "list")
-    assert (ran.code, ran.err) == (1, "tinkex: The service did not tell its models.\n")
+    assert (ran.code, ran.err) == (1, "tinkex: The service did not list its models.\n")
 
 
 def test_local_models_are_listed_without_a_service(run: Tinkex, hub_cache: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_local_models_are_listed_without_a_service(run: Tinkex, hub_cache: Path,
     ran = run("models", "list", "--local")
     rows = {line.split()[0]: line for line in ran.out.splitlines()[1:]}
     assert ran.code == 0 and set(rows) == {"tinkex/tiny", "smollm2-135m", "org/model"}, "a half one cannot be served"
-    assert rows["tinkex/tiny"].endswith("not here yet")
+    assert rows["tinkex/tiny"].endswith("not downloaded yet")
     assert str(snapshot) in rows["org/model"] and " kB" in rows["org/model"]
     found = {model["name"]: model["folder"] for model in run("models", "list", "--local", "-o", "json").json["models"]}
     assert found == {"tinkex/tiny": None, "smollm2-135m": None, "org/model": str(snapshot)}
@@ -82,11 +82,11 @@ def test_local_models_are_listed_without_a_service(run: Tinkex, hub_cache: Path,
 def test_pull_makes_the_model_once_and_says_so(run: Tinkex, tmp_path: Path) -> None:
     ran = run("models", "pull", "tinkex/tiny")
     folder = tmp_path / "cache" / "models" / "tinkex--tiny-1"
-    assert (ran.code, ran.out) == (0, f"tinkex/tiny is here now: 471.1 kB in {folder}\n")
-    assert ran.err == "Serve it: tinkex serve --base-model tinkex/tiny\n"
+    assert (ran.code, ran.out) == (0, f"tinkex/tiny is ready: 471.1 kB in {folder}\n")
+    assert ran.err == "To serve it: tinkex serve --base-model tinkex/tiny\n"
     made_at = folder.stat().st_mtime_ns
     again = run("models", "pull", "tinkex/tiny")
-    assert again.out == f"tinkex/tiny was here already; nothing was fetched: 471.1 kB in {folder}\n"
+    assert again.out == f"tinkex/tiny was already here; nothing was downloaded: 471.1 kB in {folder}\n"
     assert (again.code, folder.stat().st_mtime_ns) == (0, made_at)
     assert str(folder) in run("models", "list", "--local").out
 
@@ -102,14 +102,14 @@ def test_pull_fetches_from_the_hub_once_and_shows_how_far_it_is(
         assert "model.safetensors" in there.fetched
         there.asked.clear()
         again = run("models", "pull", "org/model")
-        assert again.code == 0 and "was here already" in again.out
+        assert again.code == 0 and "was already here" in again.out
         assert there.asked == []
 
 
 def test_a_folder_of_ones_own_needs_no_fetching(run: Tinkex, tmp_path: Path) -> None:
     tiny_files(tmp_path / "mine")
     ran = run("models", "pull", str(tmp_path / "mine"))
-    assert ran.code == 0 and "nothing was fetched" in ran.out
+    assert ran.code == 0 and "nothing was downloaded" in ran.out
 
 
 def test_a_name_that_nobody_knows_is_one_sentence(run: Tinkex) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.terminal.emulator import TerminalFile
 from tinkex.cli.commands.sample import IdWriter, TextWriter
 from tinkex.testing import Hang, ScriptedService, Status
 
 from .conftest import KEY, Saved, Tinkex, start
-from .test_output import Terminal
 
 
 def tokenizer_json() -> bytes:
@@ -167,7 +167,7 @@ def test_a_prompt_is_given_once(run: Tinkex, service: ScriptedService) -> None:
 def test_a_model_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from tinkex.terminal.output import stream
 
-    stdout = Terminal()
+    stdout = TerminalFile()
     monkeypatch.setattr(sys, "stdout", stdout)
     stream("safe\n\ttext\x1b[2J")
     assert stdout.getvalue() == "safe\n\ttext [2J"

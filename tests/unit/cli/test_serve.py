@@ -105,7 +105,7 @@ def test_people_are_told_the_address_and_how_to_point_a_client_at_it(
     monkeypatch.setenv("TINKEX_API_KEY", KEY)
     process = start("serve", "--base-model", "tinkex/tiny", "--port", "0", "--data-dir", str(tmp_path / "data"))
     assert process.stdout is not None
-    lines = []
+    lines: list[str] = []
     try:
         while not lines or "Ctrl-C" not in lines[-1]:
             lines.append(process.stdout.readline())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import io
 import json
 import signal
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 
 import tinkex
-from tinkex.cli.commands.watch import Picture, line_of, lines_of
+from tinkex.cli.commands.watch import line_of, lines_of
 from tinkex.testing import ScriptedService, Status
 from tinkex.types import RunStep
 
 from .conftest import KEY, Saved, Tinkex, start
-from .terminal import Terminal
+from .typed_command import Terminal
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
@@ -39,7 +38,7 @@ def test_every_step_is_a_line_where_nobody_looks(run: Tinkex, service: ScriptedS
     lines = ran.out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "step 3"]
     assert "loss " in lines[0]
-    assert ran.err == f"Run {run_id}. Ctrl-C ends the watching; the run goes on.\n"
+    assert ran.err == f"Run {run_id}. Ctrl-C stops watching; the run continues.\n"
 
 
 def test_as_json_every_step_is_an_object_on_a_line(run: Tinkex, service: ScriptedService) -> None:
@@ -56,11 +55,11 @@ def test_a_path_and_latest_mean_a_run_too(run: Tinkex, service: ScriptedService,
     flags = ("--until-idle", "--idle-for", "0")
     assert run("run", "watch", "latest", *flags).err.startswith(f"Run {run_id}.")
     ran = run("run", "watch", saved.sampler, *flags)
-    assert ran.err == f"Run {saved.run_id}. Ctrl-C ends the watching; the run goes on.\nThe run has made no step.\n"
+    assert ran.err == f"Run {saved.run_id}. Ctrl-C stops watching; the run continues.\nThe run has no steps.\n"
 
 
 def test_no_run_at_all_and_a_wrong_id_are_said(run: Tinkex, service: ScriptedService) -> None:
-    assert run("run", "watch", "latest").err.startswith("tinkex: There is no run yet.")
+    assert run("run", "watch", "latest").err.startswith("tinkex: There is no training run yet.")
     ran = run("run", "watch", "nobody")
     assert (ran.code, ran.err) == (1, "tinkex: Not found (HTTP 404: training run 'nobody' is not known).\n")
 
@@ -71,7 +70,7 @@ def test_a_service_that_does_not_tell_steps_is_one_sentence(
     service.script.on("run_steps", do=Status(404, "no such call"))
     ran = run("run", "watch", saved.run_id)
     assert ran.code == 1
-    assert ran.err.startswith("tinkex: This service does not tell a run's steps")
+    assert ran.err.startswith("tinkex: This service does not report the steps of a run")
     assert f"tinkex run info {saved.run_id}" in ran.err
 
 
@@ -124,12 +123,4 @@ def test_a_line_tells_what_is_known(about: dict[str, Any], line: str) -> None:
 
 
 def test_before_the_first_step_it_says_what_it_waits_for() -> None:
-    assert lines_of([], is_active=True) == ["No step yet: waiting for the first optim_step."]
-
-
-def test_a_picture_is_drawn_over_the_one_before() -> None:
-    file = io.StringIO()
-    picture = Picture(file)
-    picture.draw(["one", "two"])
-    picture.draw(["three"])
-    assert file.getvalue() == "\r\x1b[Kone\n\r\x1b[Ktwo\n\x1b[J\x1b[2A\r\x1b[Kthree\n\x1b[J"
+    assert lines_of([], 80, 24, encoding="utf-8", is_active=True) == ["No step yet: waiting for the first optim_step."]

@@ -1,4 +1,4 @@
-"""Cutting the data of a call into requests, and joining the answers. protocol.md §4, §5.5."""
+"""Cutting the data of a call into requests, and joining their results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.client._calls.chunks import JSON_LIMITS, PROTO_LIMITS, count_numbers, estimate, join, split
+from tinkex.client._calls.chunks import JSON_LIMITS, count_numbers, estimate, join, split
+from tinkex.types import ClientConfigResponse
 from tinkex.types.inputs import (
     Datum,
     DmelChunk,
@@ -18,6 +19,9 @@ from tinkex.types.inputs import (
 )
 from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardOutput
+
+SERVER = ClientConfigResponse()
+"""What a service announces that sets no limits of its own."""
 
 
 def datum(tokens: int = 4) -> Datum:
@@ -55,7 +59,9 @@ def test_large_images_count_in_the_json_dialect_too() -> None:
 
 
 def test_a_chunk_closes_at_the_number_of_datums() -> None:
-    assert [len(part) for part in split([datum()] * 1025, *PROTO_LIMITS)] == [1024, 1]
+    assert [
+        len(part) for part in split([datum()] * 1025, SERVER.fwdbwd_max_chunk_len, SERVER.fwdbwd_max_chunk_bytes_count)
+    ] == [1024, 1]
     assert [len(part) for part in split([datum()] * 257, *JSON_LIMITS)] == [128, 128, 1]
 
 
@@ -66,7 +72,7 @@ def test_a_chunk_closes_before_its_bytes_exceed_the_limit() -> None:
 
 
 def test_the_official_limits_of_each_dialect_are_the_defaults() -> None:
-    assert PROTO_LIMITS[:2] == (1024, 5_000_000)
+    assert (SERVER.fwdbwd_max_chunk_len, SERVER.fwdbwd_max_chunk_bytes_count) == (1024, 5_000_000)
     assert JSON_LIMITS[:2] == (128, 500_000)
 
 

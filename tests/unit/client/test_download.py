@@ -6,17 +6,16 @@ import gzip
 import hashlib
 import io
 import tarfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import tinkex
 from tinkex import settings
 from tinkex.client._files.archive import unpack
-from tinkex.client._runtime.link import Connection
+from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.client.download import Progress, download, download_checkpoint
 from tinkex.errors import APIConnectionError, NotFoundError, PermissionDeniedError, TinkexError
@@ -33,17 +32,17 @@ def service() -> Iterator[ScriptedService]:
 
 
 @pytest.fixture
-def connection(service: ScriptedService) -> Connection:
-    return make_connection(service)
+def link(service: ScriptedService) -> ServiceLink:
+    return make_link(service)
 
 
-def make_connection(service: ScriptedService, **changes: Any) -> Connection:
-    return Connection(settings.resolve(base_url=service.url, api_key="tml-test", **changes), FakeClock(auto=True))
+def make_link(service: ScriptedService, **changes: Any) -> ServiceLink:
+    return ServiceLink(settings.resolve(base_url=service.url, api_key="tml-test", **changes), FakeClock(auto=True))
 
 
-def fetch(connection: Connection, url: str, target: Path, **options: Any) -> Path:
-    operation = Operation("download", connection.clock.now())
-    return connection.run(operation, lambda: download(connection, url, target, **options)).result(20)
+def fetch(link: ServiceLink, url: str, target: Path, **options: Any) -> Path:
+    operation = Operation("download", link.clock.now())
+    return link.operations.run(operation, lambda: download(link, url, target, **options)).result(20)
 
 
 def save(service: ScriptedService, kind: str = "save_state") -> str:
@@ -70,10 +69,10 @@ def content_of(service: ScriptedService, path: str, file: str = WEIGHTS) -> byte
 # -- one file ---------------------------------------------------------------------------------------------------------
 
 
-def test_progress_grows_to_the_whole_file(service: ScriptedService, connection: Connection, tmp_path: Path) -> None:
+def test_progress_grows_to_the_whole_file(service: ScriptedService, link: ServiceLink, tmp_path: Path) -> None:
     path = save(service)
     steps: list[Progress] = []
-    target = fetch(connection, url_of(service, path), tmp_path / "deep" / "file", progress=steps.append)
+    target = fetch(link, url_of(service, path), tmp_path / "deep" / "file", progress=steps.append)
     assert target.read_bytes() == content_of(service, path)
     done = [step.done_bytes for step in steps]
     assert done == sorted(done)
@@ -82,13 +81,13 @@ def test_progress_grows_to_the_whole_file(service: ScriptedService, connection: 
 
 
 def test_a_broken_connection_is_resumed_where_it_broke(
-    service: ScriptedService, connection: Connection, tmp_path: Path
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
 ) -> None:
     path = save(service)
     content = content_of(service, path)
     service.script.on("file", nth=1, do=Drop("mid_answer"))
     steps: list[Progress] = []
-    target = fetch(connection, url_of(service, path), tmp_path / "file", progress=steps.append)
+    target = fetch(link, url_of(service, path), tmp_path / "file", progress=steps.append)
     assert target.read_bytes() == content
     first, second = service.requests_to("file")
     assert "range" not in first.headers
@@ -100,7 +99,7 @@ def test_a_broken_connection_is_resumed_where_it_broke(
 def test_a_later_call_goes_on_with_what_an_earlier_one_left(service: ScriptedService, tmp_path: Path) -> None:
     path = save(service)
     content = content_of(service, path)
-    hasty = make_connection(service, max_retries=1)
+    hasty = make_link(service, max_retries=1)
     service.script.on("file", nth=1, do=Drop("mid_answer"))
     with pytest.raises(APIConnectionError):
         fetch(hasty, url_of(service, path), tmp_path / "file")
@@ -115,14 +114,12 @@ def test_a_line_that_breaks_again_and_again_gets_there_as_long_as_it_moves(
     path = save(service)
     content = content_of(service, path)
     service.script.on("file", times=6, do=Drop("mid_answer"))
-    assert (
-        fetch(make_connection(service, max_retries=2), url_of(service, path), tmp_path / "file").read_bytes() == content
-    )
+    assert fetch(make_link(service, max_retries=2), url_of(service, path), tmp_path / "file").read_bytes() == content
 
 
 def test_a_changed_file_starts_over(service: ScriptedService, tmp_path: Path) -> None:
     path = save(service)
-    hasty = make_connection(service, max_retries=1)
+    hasty = make_link(service, max_retries=1)
     service.script.on("file", nth=1, do=Drop("mid_answer"))
     with pytest.raises(APIConnectionError):
         fetch(hasty, url_of(service, path), tmp_path / "file")
@@ -131,7 +128,7 @@ def test_a_changed_file_starts_over(service: ScriptedService, tmp_path: Path) ->
 
 
 def test_a_changed_file_starts_over_even_if_the_service_overlooks_if_range(
-    service: ScriptedService, connection: Connection, tmp_path: Path
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
 ) -> None:
     path = save(service)
     content = content_of(service, path)
@@ -139,23 +136,23 @@ def test_a_changed_file_starts_over_even_if_the_service_overlooks_if_range(
     span = f"bytes {len(content) // 2}-{len(content) // 2 + 2}/{len(content)}"
     headers = {"content-range": span, "etag": '"another"'}
     service.script.on("file", nth=2, do=Answer(b"zzz", status=206, headers=headers))
-    assert fetch(connection, url_of(service, path), tmp_path / "file").read_bytes() == content
+    assert fetch(link, url_of(service, path), tmp_path / "file").read_bytes() == content
     assert "range" not in service.requests_to("file")[2].headers
 
 
 def test_a_service_that_sends_another_span_than_asked_for_is_not_believed(
-    service: ScriptedService, connection: Connection, tmp_path: Path
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
 ) -> None:
     path = save(service)
     content = content_of(service, path)
     headers = {"etag": f'"{hashlib.sha256(content).hexdigest()}"', "content-range": f"bytes 0-2/{len(content)}"}
     service.script.on("file", nth=1, do=Drop("mid_answer"))
     service.script.on("file", nth=2, do=Answer(content[:3], status=206, headers=headers))
-    assert fetch(connection, url_of(service, path), tmp_path / "file").read_bytes() == content
+    assert fetch(link, url_of(service, path), tmp_path / "file").read_bytes() == content
 
 
 def test_a_service_that_sends_less_than_asked_for_is_asked_for_the_rest(
-    service: ScriptedService, connection: Connection, tmp_path: Path
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
 ) -> None:
     path = save(service)
     content = content_of(service, path)
@@ -164,95 +161,89 @@ def test_a_service_that_sends_less_than_asked_for_is_asked_for_the_rest(
     headers = {"etag": f'"{hashlib.sha256(content).hexdigest()}"', "content-range": span}
     service.script.on("file", nth=1, do=Drop("mid_answer"))
     service.script.on("file", nth=2, do=Answer(content[half : half + 10], status=206, headers=headers))
-    assert fetch(connection, url_of(service, path), tmp_path / "file").read_bytes() == content
+    assert fetch(link, url_of(service, path), tmp_path / "file").read_bytes() == content
     assert service.requests_to("file")[2].headers["range"] == f"bytes={half + 10}-"
 
 
-def test_a_file_that_became_shorter_starts_over(
-    service: ScriptedService, connection: Connection, tmp_path: Path
-) -> None:
+def test_a_file_that_became_shorter_starts_over(service: ScriptedService, link: ServiceLink, tmp_path: Path) -> None:
     path = save(service)
     content = content_of(service, path)
     service.script.on("file", nth=1, do=Drop("mid_answer"))
     service.script.on("file", nth=2, do=Answer(b"", status=416, headers={"content-range": "bytes */10"}))
-    assert fetch(connection, url_of(service, path), tmp_path / "file").read_bytes() == content
+    assert fetch(link, url_of(service, path), tmp_path / "file").read_bytes() == content
 
 
-def test_a_whole_part_is_not_fetched_again(service: ScriptedService, connection: Connection, tmp_path: Path) -> None:
+def test_a_whole_part_is_not_fetched_again(service: ScriptedService, link: ServiceLink, tmp_path: Path) -> None:
     path = save(service)
     content = content_of(service, path)
     # What a process leaves that is killed between the last byte and the renaming.
     (tmp_path / "file.part").write_bytes(content)
     (tmp_path / "file.part.tag").write_text(f'"{hashlib.sha256(content).hexdigest()}"')
-    assert fetch(connection, url_of(service, path), tmp_path / "file").read_bytes() == content
+    assert fetch(link, url_of(service, path), tmp_path / "file").read_bytes() == content
     assert [request.status for request in service.requests_to("file")] == [416]
 
 
 def test_a_part_of_unknown_origin_is_not_gone_on_with(
-    service: ScriptedService, connection: Connection, tmp_path: Path
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
 ) -> None:
     path = save(service)
     (tmp_path / "file.part").write_bytes(b"who knows")
-    assert fetch(connection, url_of(service, path), tmp_path / "file").read_bytes() == content_of(service, path)
+    assert fetch(link, url_of(service, path), tmp_path / "file").read_bytes() == content_of(service, path)
 
 
 def test_a_wrong_checksum_deletes_the_file_and_says_so(
-    service: ScriptedService, connection: Connection, tmp_path: Path
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
 ) -> None:
     service.script.on("file", do=Answer(b"bent", headers={"x-checksum-sha256": "0" * 64, "etag": '"e"'}))
     with pytest.raises(TinkexError, match=r"file arrived damaged: .* announced 000000000000…\. .* deleted"):
-        fetch(connection, url_of(service, "tinker://r/weights/n"), tmp_path / "file")
+        fetch(link, url_of(service, "tinker://r/weights/n"), tmp_path / "file")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_callers_own_checksum_is_checked_too(
-    service: ScriptedService, connection: Connection, tmp_path: Path
-) -> None:
+def test_the_callers_own_checksum_is_checked_too(service: ScriptedService, link: ServiceLink, tmp_path: Path) -> None:
     service.script.on("file", do=Answer(b"right"))
     url = url_of(service, "tinker://r/weights/n")
     good = hashlib.sha256(b"right").hexdigest().upper()
-    assert fetch(connection, url, tmp_path / "file", sha256=good).read_bytes() == b"right"
+    assert fetch(link, url, tmp_path / "file", sha256=good).read_bytes() == b"right"
     with pytest.raises(TinkexError, match="damaged"):
-        fetch(connection, url, tmp_path / "other", sha256="1" * 64)
+        fetch(link, url, tmp_path / "other", sha256="1" * 64)
 
 
-def test_a_digest_header_counts_as_a_checksum(service: ScriptedService, connection: Connection, tmp_path: Path) -> None:
+def test_a_digest_header_counts_as_a_checksum(service: ScriptedService, link: ServiceLink, tmp_path: Path) -> None:
     wrong = "sha-256=:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=:"
     service.script.on("file", do=Answer(b"bent", headers={"repr-digest": wrong}))
     with pytest.raises(TinkexError, match="damaged"):
-        fetch(connection, url_of(service, "tinker://r/weights/n"), tmp_path / "file")
+        fetch(link, url_of(service, "tinker://r/weights/n"), tmp_path / "file")
 
 
-def test_redirects_are_followed_and_no_key_is_sent(
-    service: ScriptedService, connection: Connection, tmp_path: Path
-) -> None:
+def test_redirects_are_followed_and_no_key_is_sent(service: ScriptedService, link: ServiceLink, tmp_path: Path) -> None:
     path = save(service)
     content = content_of(service, path)
     service.script.on("file", nth=1, do=Answer(b"moved", status=302, headers={"location": url_of(service, path)}))
     elsewhere = url_of(service, "tinker://r/weights/n").replace("127.0.0.1", "localhost")
-    assert fetch(connection, elsewhere, tmp_path / "file").read_bytes() == content
+    assert fetch(link, elsewhere, tmp_path / "file").read_bytes() == content
     assert all("x-api-key" not in request.headers for request in service.requests_to("file"))
 
 
-def test_redirects_without_end_are_refused(service: ScriptedService, connection: Connection, tmp_path: Path) -> None:
+def test_redirects_without_end_are_refused(service: ScriptedService, link: ServiceLink, tmp_path: Path) -> None:
     url = url_of(service, "tinker://r/weights/n")
     service.script.on("file", do=Answer(b"", status=302, headers={"location": url}))
     with pytest.raises(TinkexError, match="redirects"):
-        fetch(connection, url, tmp_path / "file")
+        fetch(link, url, tmp_path / "file")
 
 
 def test_no_error_holds_the_signed_address(service: ScriptedService, tmp_path: Path) -> None:
-    connection = make_connection(service, max_retries=1)
+    link = make_link(service, max_retries=1)
     url = url_of(service, "tinker://r/weights/n")
     service.script.on("file", nth=1, do=Status(403))
     with pytest.raises(PermissionDeniedError) as refused:
-        fetch(connection, url, tmp_path / "file")
+        fetch(link, url, tmp_path / "file")
     service.script.on("file", do=Drop())
     with pytest.raises(APIConnectionError) as dropped:
-        fetch(connection, url, tmp_path / "file")
+        fetch(link, url, tmp_path / "file")
     service.kill()
     with pytest.raises(APIConnectionError) as dead:
-        fetch(connection, url, tmp_path / "file")
+        fetch(link, url, tmp_path / "file")
     for problem in (refused, dropped, dead):
         assert "very-secret" not in f"{problem.value!r} {problem.value} {vars(problem.value)}"
         assert "file" in str(problem.value)
@@ -264,40 +255,39 @@ class Elsewhere:
     def __init__(self, location: str = "", problem: str = "") -> None:
         self.status, self.headers, self.problem = 302, {"location": location}, problem
 
-    @asynccontextmanager
-    async def open(self, *request: object) -> AsyncIterator[Elsewhere]:
+    async def open(self, *request: object) -> Elsewhere:
         if self.problem:
             raise APIConnectionError(None, self.problem)
-        yield self
+        return self
+
+    def close(self) -> None: ...
 
 
 def test_an_address_in_the_http_librarys_words_is_taken_out(service: ScriptedService, tmp_path: Path) -> None:
-    connection = make_connection(service, max_retries=1)
+    link = make_link(service, max_retries=1)
     said = "Connection error: error sending request for url (https://bucket.invalid/w?sig=very-secret)"
-    connection.transport = Elsewhere(problem=said)  # type: ignore[assignment]
+    link.transport = Elsewhere(problem=said)  # type: ignore[assignment]
     with pytest.raises(APIConnectionError) as failed:
-        fetch(connection, "https://bucket.invalid/w?sig=very-secret", tmp_path / "file")
+        fetch(link, "https://bucket.invalid/w?sig=very-secret", tmp_path / "file")
     assert str(failed.value) == "file: Connection error: error sending request for url (<address>)"
 
 
-def test_a_redirect_that_gives_up_encryption_is_refused(connection: Connection, tmp_path: Path) -> None:
-    connection.transport = Elsewhere(location="http://plain.invalid/w")  # type: ignore[assignment]
+def test_a_redirect_that_gives_up_encryption_is_refused(link: ServiceLink, tmp_path: Path) -> None:
+    link.transport = Elsewhere(location="http://plain.invalid/w")  # type: ignore[assignment]
     with pytest.raises(TinkexError, match="without encryption"):
-        fetch(connection, "https://bucket.invalid/w", tmp_path / "file")
+        fetch(link, "https://bucket.invalid/w", tmp_path / "file")
 
 
-def test_a_place_that_cannot_be_written_is_named(
-    service: ScriptedService, connection: Connection, tmp_path: Path
-) -> None:
+def test_a_place_that_cannot_be_written_is_named(service: ScriptedService, link: ServiceLink, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(TinkexError, match="taken"):
-        fetch(connection, url_of(service, "tinker://r/weights/n"), tmp_path / "taken" / "file")
+        fetch(link, url_of(service, "tinker://r/weights/n"), tmp_path / "taken" / "file")
 
 
 # -- archives ---------------------------------------------------------------------------------------------------------
 
 
-def make_tar(path: Path, *members: tarfile.TarInfo, mode: str = "w") -> Path:
+def make_tar(path: Path, *members: tarfile.TarInfo, mode: Literal["w", "w:gz", "w:bz2", "w:xz"] = "w") -> Path:
     with tarfile.open(path, mode) as tar:
         for member in members:
             member.size = 4 if member.isfile() else 0
@@ -305,7 +295,7 @@ def make_tar(path: Path, *members: tarfile.TarInfo, mode: str = "w") -> Path:
     return path
 
 
-def link(name: str, target: str, kind: bytes) -> tarfile.TarInfo:
+def tar_link(name: str, target: str, kind: bytes) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.type, member.linkname = kind, target
     return member
@@ -329,9 +319,9 @@ def test_an_archive_is_unpacked_plain_or_compressed(tmp_path: Path) -> None:
         tarfile.TarInfo("/outside"),
         tarfile.TarInfo("..\\outside"),
         tarfile.TarInfo("C:\\outside"),
-        link("inside", "/etc/passwd", tarfile.SYMTYPE),
-        link("inside", "../outside", tarfile.LNKTYPE),
-        link("inside", "", tarfile.CHRTYPE),
+        tar_link("inside", "/etc/passwd", tarfile.SYMTYPE),
+        tar_link("inside", "../outside", tarfile.LNKTYPE),
+        tar_link("inside", "", tarfile.CHRTYPE),
     ],
     ids=lambda member: f"{member.name}-{member.type.decode()}",
 )
@@ -444,7 +434,7 @@ def test_a_file_name_that_reaches_outside_the_folder_is_refused(
 ) -> None:
     answer = {"urls": {name: f"{service.url}/files/r/weights/n/x"}, "expires": "2030-01-01T00:00:00Z"}
     service.script.on("external_weights_urls", do=Answer(answer))
-    with pytest.raises(TinkexError, match="Refused"):
+    with pytest.raises(TinkexError, match="Rejected"):
         download_checkpoint(rest(service), "tinker://r/external_weights/n", tmp_path / "in").result(20)
     assert list(tmp_path.iterdir()) == []
     assert not service.requests_to("file")

@@ -10,10 +10,10 @@ import pytest
 
 from tinkex.client._http import pool
 from tinkex.client._http.dial import Origin
-from tinkex.client._http.exchange import Exchange, Lost, Request
+from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest
 from tinkex.client._http.pool import ConnectionPool
 
-REQUEST = Request("GET", "https", "service.example", "/", {}, b"")
+REQUEST = HTTPRequest("GET", "https", "service.example", "/", {}, b"")
 
 
 class Line:
@@ -29,7 +29,7 @@ class Line:
         self.last_activity = self.idle_since = 0.0
         self.open: list[Exchange] = []
 
-    def start(self, request: Request, exchange: Exchange) -> None:
+    def start(self, request: HTTPRequest, exchange: Exchange) -> None:
         self.open.append(exchange)
 
     def abandon(self, exchange: Exchange) -> None:
@@ -52,7 +52,7 @@ class Line:
     def break_off(self) -> None:
         self.close()
         for exchange in self.open:
-            exchange.fail(Lost("broken"))
+            exchange.fail(ConnectionLost("broken"))
         self.open.clear()
 
 
@@ -193,7 +193,7 @@ def test_a_place_meant_for_somebody_who_gave_up_in_the_same_moment_goes_to_the_n
         assert len(network.lines) == 2
         network.lines[1].answer()
         assert (await third).status == 200
-        assert isinstance(first.exception(), Lost)
+        assert isinstance(first.exception(), ConnectionLost)
 
     run(scenario, limit=1)
 
@@ -212,3 +212,23 @@ def test_a_connection_handed_to_somebody_who_gave_up_in_the_same_moment_goes_to_
         assert network.dialled == 1
 
     run(scenario, limit=1)
+
+
+@pytest.mark.timing
+def test_an_upload_that_ends_late_leaves_the_answer_its_full_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        network = Network()
+        monkeypatch.setattr(pool, "dial", network.dial)
+        connections = ConnectionPool(Origin("http", "service.example", 80), 1, None)
+        unsent = 100
+        monkeypatch.setattr(Line, "unsent_bytes", lambda *_: unsent)
+        asked = asyncio.ensure_future(connections.exchange(REQUEST, 0.4))
+        await asyncio.sleep(0.2)
+        unsent = 50
+        await asyncio.sleep(0.5)
+        unsent = 0  # at 0.7 s: just before the second look
+        await asyncio.sleep(0.3)
+        network.lines[0].answer()
+        assert (await asked).status == 200
+
+    asyncio.run(main())

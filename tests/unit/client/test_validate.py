@@ -1,4 +1,4 @@
-"""Calls that cannot succeed are refused before anything is sent, with the place and the remedy. better.md 25, §2 E."""
+"""Calls that cannot succeed are rejected before anything is sent, with the position and the remedy."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ def test_targets_of_another_length_than_the_input_are_refused_with_the_shift_exp
 def test_an_input_of_another_length_than_the_targets_is_refused() -> None:
     refused(
         lambda: check_data(with_inputs(target_tokens=[2, 3, 4], weights=[1.0, 1.0]), "cross_entropy"),
-        "data[1].loss_fn_inputs['weights']", "length 2", "target_tokens has 3",
+        "data[1].loss_fn_inputs['weights']", "shape [2]", "target_tokens has [3]",
     )  # fmt: skip
     short = [Datum(THREE, {**POLICY, "advantages": [1.0]})]
-    refused(lambda: check_data(short, "importance_sampling"), "data[0].loss_fn_inputs['advantages']", "length 1")
+    refused(lambda: check_data(short, "importance_sampling"), "data[0].loss_fn_inputs['advantages']", "shape [1]")
 
 
 def test_weights_of_another_shape_than_the_targets_are_refused() -> None:
@@ -335,12 +335,12 @@ def test_checking_a_sample_takes_microseconds() -> None:
 # -- names, paths, settings -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["final", "000100", "step-1_2.3", "a=b+c", "x" * 255])
+@pytest.mark.parametrize("name", ["final", "000100", "step-1_2.3", "a=b+c", "x" * 200])
 def test_good_checkpoint_names_pass(name: str) -> None:
     check_name(name)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "a\n", "é", "a?b", "a#b", "a%b", "x" * 256, None, 7])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "a\n", "é", "a?b", "a%b", ".hidden", "x" * 201, None, 7])
 def test_names_that_cannot_be_part_of_a_path_are_refused(name: Any) -> None:
     refused(lambda: check_name(name), "name")
 

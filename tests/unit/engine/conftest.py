@@ -1,22 +1,22 @@
-"""Base models for the engine's tests, loaded once and kept in the checkout's `.cache`: the GGUF is fetched once."""
+"""Base models for the engine's tests, loaded once. `make prepare` fetches SmolLM2 into the checkout's `.cache`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import prepare
+from tests.prepare import CACHE
 from tests.unit.engine import oracle
 from tests.unit.engine.oracle import randomise
 from tinkex.engine.adapters import checkpoint
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import LoraSpec, ModelInfo
-from tinkex.engine.models import hub, loaded_model, registry
+from tinkex.engine.models import loaded_model, registry
 
-CACHE = Path(__file__).parents[3] / ".cache"
 CPU = torch.device("cpu")
 
 
@@ -46,14 +46,7 @@ def tiny(tiny_info: ModelInfo) -> loaded_model.Model:
 @pytest.fixture(scope="session")
 def smollm2_info() -> ModelInfo:
     """From the GGUF on every machine, also where the hub or its cache would have the model."""
-
-    def unreachable(name: str, progress: object) -> Path:
-        raise hub.HubUnreachable("tests do not ask it")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "find_cached", lambda name: None)
-        patch.setattr(hub, "download", unreachable)
-        return registry.resolve("smollm2-135m", CACHE)
+    return prepare.model()
 
 
 @pytest.fixture(scope="session")

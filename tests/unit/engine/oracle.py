@@ -163,7 +163,7 @@ class Oracle:
     def gradients(self, loss: Callable[[Oracle], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Of A and B at every site."""
         self.model.zero_grad()
-        loss(self).backward()  # type: ignore[no-untyped-call]
+        loss(self).backward()
         found = {}
         for name in self._sites:
             a_RD, b_OR = self._pair(name)

@@ -22,7 +22,7 @@ Results = dict[int, Sampled | EngineFault]
 TEXT = "The quick brown fox jumps over the lazy dog. "
 
 
-def sampler(model: Model, **bounds: int) -> Sampler:
+def sampler(model: Model, **bounds: Any) -> Sampler:
     models = dict.fromkeys(model.info.names, model)
     return Sampler(models, choose_decoder=partial(choose_decoder, prefer=oracle.RUNNER), **bounds)
 

@@ -1,7 +1,7 @@
 """An engine process without torch: the real `child`, whose trainer and sampler do what a test's command says.
 
 Run by its path in place of `tinkex.engine.process.main`. A model's name decides how it starts: `broken` cannot be
-loaded, `endless` never is, `garbage` says something that is not a frame.
+loaded, `endless` never is, `garbage` says something that is not a packet.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Generator, Mapping
 from time import sleep
 from typing import Any
 
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, Sequence, Tokens
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.frames import Frame
 from tinkex.engine.process import main
+from tinkex.engine.process.loop import Loop, Send
 
 
 class Trainer:
@@ -98,24 +99,24 @@ class Sampler:
             if spec.is_streamed:
                 events.append((number, Tokens(0, tokens[-1:], [-0.5])))
             if len(tokens) == spec.max_tokens:
-                row = Sequence(tokens=tokens, logprobs=[-0.5] * len(tokens), stop_reason="length")
+                row = SequenceOutput(tokens=tokens, logprobs=[-0.5] * len(tokens), stop_reason="length")
                 events.append((number, Sampled(sequences=[row], prompt_tokens=len(spec.prompt))))
                 del self._drawn[number]
         return events
 
 
-def load(start: Mapping[str, Any], send: main.Send) -> main.Loop:
+def load(start: Mapping[str, Any], send: Send) -> Loop:
     name = start["models"][0]["name"]
-    send(Frame({"n": 0, "news": "loading", "what": name}))
+    send(0, Frame({"news": "loading", "what": name}))
     match name:
         case "broken":
             raise OSError("its weights are missing")
         case "endless":
             threading.Event().wait()
         case "garbage":
-            send(Frame({"no": "number"}))
-    send(Frame({"n": 0, "news": "ready", "threads": 1, "device": "cpu"}))
-    return main.Loop(Trainer(), Sampler(), send)  # type: ignore[arg-type]
+            send(0, Frame({"no": "news"}))
+    send(0, Frame({"news": "ready", "threads": 1, "device": "cpu"}))
+    return Loop(Trainer(), Sampler(), send)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

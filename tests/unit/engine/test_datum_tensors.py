@@ -22,14 +22,14 @@ BAD_DATA: dict[str, tuple[Datum, str, str]] = {
     "token out of range": (
         datum([1, 263], target_tokens=[1, 2]),
         "cross_entropy",
-        r"data\[1\].model_input: entry 1 is 263, no token of tinkex/tiny, which has tokens 0 to 262",
+        r"data\[1\].model_input: entry 1 is token 263; tinkex/tiny has tokens 0 to 262",
     ),
     "target out of range": (
         datum([1, 2], target_tokens=[500, 2]),
         "cross_entropy",
-        r"data\[1\].loss_fn_inputs\['target_tokens'\]: entry 0 is 500",
+        r"data\[1\].loss_fn_inputs\['target_tokens'\]: entry 0 is token 500",
     ),
-    "negative target": (datum([1, 2], target_tokens=[-100, 2]), "cross_entropy", "entry 0 is -100"),
+    "negative target": (datum([1, 2], target_tokens=[-100, 2]), "cross_entropy", "entry 0 is token -100"),
     "no targets": (datum([1, 2], weights=[1, 1]), "cross_entropy", r"\['target_tokens'\] is missing"),
     "too few targets": (datum([1, 2], target_tokens=[2]), "cross_entropy", r"has shape \[1\].*has 2 tokens"),
     "float targets": (
@@ -84,7 +84,7 @@ BAD_DATA: dict[str, tuple[Datum, str, str]] = {
     "a place listed twice": (
         datum([1], target_tokens=TensorData.from_buffer(bytes(16), "int64", [1, 5], [0, 2], [3, 3])),
         "cross_entropy",
-        "listed twice",
+        "lists an entry twice",
     ),
     "gspo without a mask": (
         datum([1], target_tokens=[1], logprobs=[-1.0], advantages=[1.0], sequence_ratio_mask=[0.0]),
@@ -139,7 +139,7 @@ def test_unknown_inputs_are_rejected_except_in_a_forward_pass(tiny: Model) -> No
     extra = [datum(range(5), target_tokens=range(1, 6), reward=[[math.inf, 2.0]])]
     plain = session.passes([datum(range(5), target_tokens=range(1, 6))], "cross_entropy", op="forward")
     assert session.passes(extra, "cross_entropy", op="forward").head["metrics"] == plain.head["metrics"]
-    with pytest.raises(EngineFault, match=r"data\[0\]\.loss_fn_inputs\['reward'\]: cross_entropy has no such input"):
+    with pytest.raises(EngineFault, match=r"data\[0\]\.loss_fn_inputs\['reward'\] is no input of cross_entropy"):
         session.passes(extra, "cross_entropy")
 
 

@@ -1,18 +1,19 @@
-"""Frames keep what they are given, byte for byte, and notice when something is missing."""
+"""Frames and packets keep their content byte for byte, and truncated ones are rejected."""
 
 from __future__ import annotations
 
 import io
+import struct
 from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.engine.contract import Sampled, SampleSpec, Sequence, Tokens
-from tinkex.engine.frames import Frame, decode
+from tinkex.engine.contract import Sampled, SampleSpec, SequenceOutput, Tokens
+from tinkex.engine.frames import Frame, decode, packet_parts
 from tinkex.engine.messages import event_frame, pass_frame, read_event, read_sample, sample_frame
-from tinkex.engine.process.main import read_frame
+from tinkex.engine.process.main import read_packet
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.tensor import TensorData
 
@@ -44,33 +45,51 @@ def test_the_heads_of_a_frame_are_not_changed_by_encoding_it() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 5, 12, 20, -1])
-def test_a_frame_that_was_cut_short_is_refused(cut: int) -> None:
+def test_a_truncated_frame_is_rejected(cut: int) -> None:
     with pytest.raises(ValueError, match="frame"):
         decode(Frame({"op": "forward"}, [b"12345678"]).encode()[:cut])
 
 
-def test_a_frame_with_something_behind_it_is_refused() -> None:
+def test_a_frame_with_trailing_bytes_is_rejected() -> None:
     with pytest.raises(ValueError, match="has 1"):
         decode(Frame({}, [b"x" * 900]).encode() + b"more" * 50)
 
 
-def test_the_child_reads_frame_after_frame_and_then_the_end() -> None:
-    frames = [Frame({"n": 1}, [b"a" * 100_000, b""]), Frame({"n": 2}), Frame({"n": 3}, [b"b"])]
-    stream = io.BytesIO(b"".join(frame.encode() for frame in frames))
-    read = [read_frame(stream) for _ in frames]
-    assert [frame and frame.head for frame in read] == [{"n": 1}, {"n": 2}, {"n": 3}]
-    assert read[0] is not None and [len(buffer) for buffer in read[0].buffers] == [100_000, 0]
-    assert read_frame(stream) is None
+def packet(number: int, tenant: str, frame: Frame | bytes) -> bytes:
+    return b"".join(packet_parts(number, tenant, frame))
 
 
-@pytest.mark.parametrize("cut", [3, 14, -1])
-def test_a_pipe_that_ends_inside_a_frame_is_the_end(cut: int) -> None:
-    assert read_frame(io.BytesIO(Frame({"op": "drop"}, [b"12345678"]).encode()[:cut])) is None
+def test_the_engine_reads_packet_after_packet_and_then_the_end() -> None:
+    frames = [Frame({"op": "a"}, [b"a" * 100_000, b""]), Frame({"op": "b"}), Frame({"op": "c"}, [b"b"])]
+    tenants = ["ann", "", "Zoë/🐈"]
+    sent = [packet(number, tenant, frame) for number, (tenant, frame) in enumerate(zip(tenants, frames, strict=True))]
+    stream = io.BytesIO(b"".join(sent))
+    read = [read_packet(stream) for _ in frames]
+    assert [found and (found.number, found.tenant, found.frame.head) for found in read] == [
+        (0, "ann", {"op": "a"}), (1, "", {"op": "b"}), (2, "Zoë/🐈", {"op": "c"}),
+    ]  # fmt: skip
+    assert read[0] is not None and [len(buffer) for buffer in read[0].frame.buffers] == [100_000, 0]
+    assert read_packet(stream) is None
 
 
-def test_the_childs_buffers_can_be_written_to() -> None:
-    frame = read_frame(io.BytesIO(Frame({}, [b"1234"]).encode()))
-    assert frame is not None and not memoryview(frame.buffers[0]).readonly  # torch warns of what it may not write
+def test_an_encoded_frame_is_put_into_its_packet_untouched() -> None:
+    """Head and buffers as they were stored, also where this release would have written the head otherwise."""
+    head = b'{ "op": "later", "_sizes": [ 2 ] , "field of another release": 1e2}'
+    stored = struct.pack("<IQ", len(head), 2) + head + b"xy"
+    *_, frame = packet_parts(7, "ann", stored)
+    assert frame is stored
+    read = read_packet(io.BytesIO(packet(7, "ann", stored)))
+    assert read is not None and read.frame.head == {"op": "later", "field of another release": 100.0}
+
+
+@pytest.mark.parametrize("cut", [3, 10, 14, 17, 28, -1])
+def test_a_pipe_that_ends_inside_a_packet_is_the_end(cut: int) -> None:
+    assert read_packet(io.BytesIO(packet(1, "ann", Frame({"op": "drop"}, [b"12345678"]))[:cut])) is None
+
+
+def test_the_engines_buffers_can_be_written_to() -> None:
+    read = read_packet(io.BytesIO(packet(1, "", Frame({}, [b"1234"]))))
+    assert read is not None and not memoryview(read.frame.buffers[0]).readonly  # torch warns of what it may not write
 
 
 def test_a_pass_carries_tokens_and_tensors_packed() -> None:
@@ -103,7 +122,7 @@ def test_a_sample_spec_comes_back_equal() -> None:
 def test_sample_events_come_back_equal() -> None:
     tokens = Tokens(1, [4, 5], [-0.5, -1.25])
     done = Sampled(
-        sequences=[Sequence(tokens=[4], logprobs=[-0.1], stop_reason="stop", topk=[[(4, -0.1), (5, -3.0)]])],
+        sequences=[SequenceOutput(tokens=[4], logprobs=[-0.1], stop_reason="stop", topk=[[(4, -0.1), (5, -3.0)]])],
         prompt_logprobs=[None, -2.0],
         topk_prompt=[None, [(1, -0.5)]],
         targets=[[-1.0, -2.0]],
@@ -111,6 +130,6 @@ def test_sample_events_come_back_equal() -> None:
         cache_hit_tokens=2,
         prompt_tokens=2,
     )
-    bare = Sampled(sequences=[Sequence(tokens=[], logprobs=[], stop_reason="length")])
+    bare = Sampled(sequences=[SequenceOutput(tokens=[], logprobs=[], stop_reason="length")])
     for event in (tokens, done, bare):
         assert read_event(decode(event_frame(event).encode())) == event

@@ -66,7 +66,7 @@ def test_both_built_ins_load_frozen_and_in_full_precision(tiny: Model, smollm2: 
 def test_smollm2_from_the_gguf_answers_a_question(smollm2: Model) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2.info.folder)
     chat = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-    tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     said = smollm2.module.generate(**tokens, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(said[0, tokens["input_ids"].shape[1] :])
 
@@ -90,7 +90,8 @@ def test_each_row_of_a_batch_has_the_adapter_of_its_segment_at_every_site(tiny: 
         with torch.inference_mode():
             hidden = tiny.hidden(rows, segments)
             flat = [Segment(s.weights, s.start * rows.shape[1], s.stop * rows.shape[1]) for s in segments]
-            return tiny.logits(hidden.flatten(0, 1), flat).unflatten(0, rows.shape)
+            logits: Tensor = tiny.logits(hidden.flatten(0, 1), flat).unflatten(0, rows.shape)
+            return logits
 
     first, second = random_adapter(1), random_adapter(2)
     together = logits(tokens_BT, [Segment(first, 0, 1), Segment(second, 2, 3)])

@@ -1,4 +1,4 @@
-"""The engine's loop: an engine that slept waits a moment for company; nothing keeps it from working."""
+"""The engine's loop: an idle engine waits a moment for company, and nothing delays its work for longer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.oracle import datum
-from tinkex.engine.frames import Frame
+from tinkex.engine.frames import Frame, Packet
 from tinkex.engine.messages import pass_frame
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.process.loop import MOMENTS, PATIENCE, Loop, moment_s
@@ -34,7 +34,7 @@ class Engine:
         self.trainer = Trainer(models, choose_runner=choose_runner)
         self.batches = 0
         self.replies: dict[int, dict[str, Any]] = {}
-        self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Packet] = queue.SimpleQueue()
         self._awaited = 0
         self._loop = Loop(self.trainer, Sampler(models, choose_decoder=choose_decoder), self._hear, moment_s)
         begin = self.trainer._start_micro_batch
@@ -46,7 +46,7 @@ class Engine:
         self.trainer._start_micro_batch = count  # type: ignore[method-assign]
 
     def send(self, number: int, frame: Frame) -> None:
-        self.inbox.put(Frame({"n": number, **frame.head}, frame.buffers))
+        self.inbox.put(Packet(number, "", frame))
 
     def create(self, *names: str) -> None:
         for number, name in enumerate(names):
@@ -60,9 +60,9 @@ class Engine:
         with pytest.raises(Over):
             self._loop.serve(self.inbox)
 
-    def _hear(self, frame: Frame) -> None:
-        if frame.head["n"]:
-            self.replies[frame.head["n"]] = frame.head
+    def _hear(self, number: int, frame: Frame) -> None:
+        if number:
+            self.replies[number] = frame.head
             if len(self.replies) == self._awaited:
                 raise Over
 
@@ -88,6 +88,7 @@ def test_what_arrives_a_moment_later_shares_the_micro_batch(tiny: Model, moment_
     assert engine.batches == batches
 
 
+@pytest.mark.timing
 def test_runs_that_went_together_are_waited_for_a_little_longer(tiny: Model) -> None:
     moment_s = 0.5
     engine = Engine(tiny, moment_s)
@@ -111,6 +112,7 @@ def test_runs_that_went_together_are_waited_for_a_little_longer(tiny: Model) -> 
     assert waited[0] > PATIENCE * moment_s > waited[1]
 
 
+@pytest.mark.timing
 def test_a_run_alone_never_waits_for_company(tiny: Model) -> None:
     engine = Engine(tiny, 5.0)
     engine.create("a")
@@ -120,6 +122,7 @@ def test_a_run_alone_never_waits_for_company(tiny: Model) -> None:
     assert perf_counter() - began < 4
 
 
+@pytest.mark.timing
 def test_commands_that_keep_coming_do_not_keep_it_from_working(tiny: Model) -> None:
     engine = Engine(tiny, 5.0)
     engine.create("a", "b")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.training import losses
+from tinkex.rules.metrics import combine
 
 
 def value(name: str, lp: Tensor, config: dict[str, float] | None = None, **inputs: Any) -> float:
@@ -65,11 +66,11 @@ def test_kl_divergence_of_equal_distributions_is_zero_and_never_negative() -> No
 
 def test_cispo_and_gspo_have_a_gradient_through_lp_only() -> None:
     lp = LP.clone().requires_grad_()
-    compute("cispo", lp, logprobs=Q, advantages=A)[0].backward()  # type: ignore[no-untyped-call]
+    compute("cispo", lp, logprobs=Q, advantages=A)[0].backward()
     assert lp.grad is not None
     torch.testing.assert_close(lp.grad, -torch.tensor([1.2 * 1, 1 * -2, 0.8 * 3]))
     lp = LP.clone().requires_grad_()
-    compute("gspo", lp, logprobs=Q, advantages=A, sequence_ratio_mask=[1, 1, 1])[0].backward()  # type: ignore[no-untyped-call]
+    compute("gspo", lp, logprobs=Q, advantages=A, sequence_ratio_mask=[1, 1, 1])[0].backward()
     assert lp.grad is not None
     torch.testing.assert_close(lp.grad, -torch.tensor(A))
 
@@ -80,7 +81,7 @@ def test_a_token_without_advantage_has_no_loss_whatever_its_logprob(name: str) -
     lp = LP.clone().requires_grad_()
     mask = {"sequence_ratio_mask": [0, 1, 1]} if name == "gspo" else {}
     loss, metrics = compute(name, lp, None, logprobs=[-1000.0, *Q[1:].tolist()], advantages=[0.0, -2.0, 3.0], **mask)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert lp.grad is not None and bool(lp.grad.isfinite().all()) and float(lp.grad[0]) == 0.0
     assert all(math.isfinite(number) for number in (float(loss.detach()), *metrics.values()))
 
@@ -114,9 +115,8 @@ def test_metrics_report_ratios_and_clipping() -> None:
 
 
 def test_metrics_of_a_call_are_combined_by_their_reducer() -> None:
-    found = losses.combine_metrics(
-        [{"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1}, {"a:sum": 2, "b:mean": 2, "c:min": 2, "d:max": 2}]
-    )
+    datums = [{"a:sum": 1, "b:mean": 1, "c:min": 1, "d:max": 1}, {"a:sum": 2, "b:mean": 2, "c:min": 2, "d:max": 2}]
+    found = combine((metrics, 1) for metrics in datums)
     assert found == {"a:sum": 3, "b:mean": 1.5, "c:min": 1, "d:max": 2}
 
 

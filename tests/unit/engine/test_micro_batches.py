@@ -27,7 +27,7 @@ class Whole:
         yield
 
 
-def passes_of(tiny: Model, lengths: dict[str, list[int]], parties: dict[str, str] | None = None) -> list[Pass]:
+def passes_of(tiny: Model, lengths: dict[str, list[int]], tenants: dict[str, str] | None = None) -> list[Pass]:
     adapter = Session(tiny).create()
     loss = losses.find_loss("cross_entropy")
     found = []
@@ -37,12 +37,12 @@ def passes_of(tiny: Model, lengths: dict[str, list[int]], parties: dict[str, str
             for n, size in enumerate(given)
         ]
         items = [Item(adapter, one, loss, {}, False) for one in data]
-        found.append(Pass(0, name, items, (parties or {}).get(name, name)))
+        found.append(Pass(0, name, items, (tenants or {}).get(name, name)))
     return found
 
 
-def sizes(tiny: Model, budget: int, lengths: dict[str, list[int]], parties: dict[str, str] | None = None) -> Any:
-    passes = passes_of(tiny, lengths, parties)
+def sizes(tiny: Model, budget: int, lengths: dict[str, list[int]], tenants: dict[str, str] | None = None) -> Any:
+    passes = passes_of(tiny, lengths, tenants)
     next_micro_batch(passes, budget, Whole())
     return {one.adapter_name: [item.length for item in one.running] for one in passes}
 

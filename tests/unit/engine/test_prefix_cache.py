@@ -41,8 +41,10 @@ def test_cached_prompts_are_not_shared_between_tenants_or_weights(tiny: Model, a
     running = sampler(tiny)
     long = list(TEXT.encode()) * 2
 
-    def hits(party: str, weights: str | None) -> int:
-        return sampled(finish(running, {1: spec(long, weights=weights, max_tokens=1, party=party)}), 1).cache_hit_tokens
+    def hits(tenant: str, weights: str | None) -> int:
+        return sampled(
+            finish(running, {1: spec(long, weights=weights, max_tokens=1, tenant=tenant)}), 1
+        ).cache_hit_tokens
 
     assert hits("a", adapter_folders[0]) == 0
     assert hits("b", adapter_folders[0]) == 0

@@ -83,6 +83,7 @@ class TestTiny:
             arch="LlamaForCausalLM",
             vocab_size=263,
             max_context_length=2048,
+            hidden_size=64,
             end_tokens=(257,),
         )
         assert registry.adapter_base(info) == info.folder
@@ -95,6 +96,7 @@ class TestTiny:
         assert tiny.VERSION == 1
         assert digest.hexdigest() == "6afe00fe78f6fe72d78e4b994a58a69a0b0e3c24d0db6e1a1efcf4a8d22ac2c7"
 
+    @pytest.mark.timing
     def test_it_is_made_in_less_than_a_second_and_without_torch(self, tmp_path: Path) -> None:
         code = (
             "import sys, time; from pathlib import Path; from tinkex.engine.models import registry;"
@@ -299,6 +301,7 @@ class TestHub:
         with pytest.raises(ConfigError, match=r"org/model is not in the cache.*cannot be reached.*Give a folder"):
             registry.resolve("org/model", tmp_path)
 
+    @pytest.mark.timing
     def test_a_hub_that_never_responds_is_waited_for_once(
         self, tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -317,7 +320,7 @@ class TestSmollm2:
     """The GGUF fallback, which made the session's folder."""
 
     def test_both_names_give_the_same_model_with_its_source(self, smollm2_info: ModelInfo) -> None:
-        from tests.unit.engine.conftest import CACHE
+        from tests.prepare import CACHE
 
         assert registry.resolve(smollm2.NAME, CACHE) == smollm2_info
         assert smollm2_info.names == ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m")
@@ -348,7 +351,7 @@ class TestSmollm2:
     def test_once_made_it_is_used_even_if_the_hub_is_back(
         self, smollm2_info: ModelInfo, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tests.unit.engine.conftest import CACHE
+        from tests.prepare import CACHE
 
         def not_asked(name: str) -> None:
             raise AssertionError("the hub's cache was asked")

@@ -25,7 +25,7 @@ from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.training.general_runner import GeneralRunner
 
 GENERAL: dict[str, tuple[dict[str, Any], str]] = {
-    "Mistral": ({"sliding_window": 4}, "looks back 4 tokens"),
+    "Mistral": ({"sliding_window": 4}, "the last 4 tokens"),
     "Gemma3Text": ({}, "its family"),
     "Llama": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -98,7 +98,7 @@ def test_layers_over_the_budget_are_computed_again_with_the_same_gradient(
 ) -> None:
     weights = runner_choice.packed_weights(tiny)
     assert weights is not None
-    whole = [PackedRunner(weights, kept_bytes=size)._whole_layers(78) for size in (kept_bytes, 10**9)]
+    whole = [PackedRunner(weights, saved_bytes=size)._whole_layers(78) for size in (kept_bytes, 10**9)]
     assert whole[0] < len(weights.layers) <= whole[1]
     monkeypatch.setattr(PackedRunner, "_whole_layers", lambda self, graded: whole[0])
     assert_alike(both(tiny, monkeypatch))
@@ -116,7 +116,7 @@ def test_adapters_in_one_pass_have_the_gradient_of_each_alone(
     if by == "torch":
         monkeypatch.setattr(tiny, "packed", replace(weights, kernels=None))
     elif weights.kernels is None:
-        pytest.skip("the kernels are for x86-64 Linux with AVX2")
+        pytest.skip("no kernels on this machine")
     session = Session(tiny)
     ranks = {"a": 3, "b": 3, "c": 3, "d": 2, "e": 2, "f": 2, "g": 2}
     adapters = {

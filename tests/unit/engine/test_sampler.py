@@ -177,11 +177,11 @@ def test_cancelling_the_only_request_frees_its_memory(tiny: Model) -> None:
     ("options", "words"),
     [
         ({"prompt": ()}, "prompt is empty"),
-        ({"prompt": (1, 263)}, r"Token 263 is not in the vocabulary of tinkex/tiny \(0 to 262\)"),
-        ({"prompt": (-1,)}, "Token -1"),
-        ({"prompt": (1,) * 3000}, "has 3000 tokens, but tinkex/tiny takes 2048"),
+        ({"prompt": (1, 263)}, "prompt: entry 1 is token 263; tinkex/tiny has tokens 0 to 262"),
+        ({"prompt": (-1,)}, "is token -1"),
+        ({"prompt": (1,) * 3000}, "has 3000 tokens, but the context of tinkex/tiny takes at most 2048"),
         ({"prompt": (1, 2, 3), "targets": ((1,),)}, "for 1 positions, but a prompt of 3 tokens has 2"),
-        ({"prompt": (1, 2), "targets": ((999,),)}, "Token 999"),
+        ({"prompt": (1, 2), "targets": ((999,),)}, "target_prompt_logprobs: entry 0 is token 999"),
         ({"base": "other/model", "prompt": (1,)}, "no model other/model"),
     ],
 )

@@ -305,7 +305,7 @@ def test_a_tenant_with_many_long_passes_does_not_keep_another_waiting(tiny: Mode
     long = datum(range(40), target_tokens=range(1, 41))
     for number, name in enumerate((*names, "b")):
         frame = pass_frame("forward_backward", name, [long] if name != "b" else DATA[:1], "cross_entropy", None)
-        frame.head["party"] = name[0]
+        frame.head["tenant"] = name[0]
         session.trainer.add(number, decode(frame.encode()))
     order: list[int] = []
     while session.trainer.has_work:

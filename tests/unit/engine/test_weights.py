@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.unit.engine.architectures import CPU
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.models.loaded_model import load
-from tinkex.engine.packed.weights import _below_each_other, fuse
+from tinkex.engine.packed.weights import _stack_rows, fuse
 
 
 def file_at(address: int) -> str:
@@ -48,12 +48,12 @@ def test_fused_weights_outlive_the_module_they_came_from(tiny_info: ModelInfo) -
 def test_only_plain_matrices_that_follow_each_other_are_used_where_they_are() -> None:
     whole = torch.arange(48.0).view(8, 6)
     one, two, three = whole[:2], whole[2:5], whole[5:]
-    assert _below_each_other([one, two, three]).data_ptr() == whole.data_ptr()
+    assert _stack_rows([one, two, three]).data_ptr() == whole.data_ptr()
     for parts in ([one, three, two], [one, three], [two, one], [one, two, one]):
-        found = _below_each_other(parts)
+        found = _stack_rows(parts)
         assert torch.equal(found, torch.cat(parts)) and found.data_ptr() != whole.data_ptr()
     turned = [whole.view(-1)[start : start + 24].view(6, 4).t() for start in (0, 24)]  # in a row, but by columns
-    assert torch.equal(_below_each_other(turned), torch.cat(turned))
+    assert torch.equal(_stack_rows(turned), torch.cat(turned))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc where memory comes from")

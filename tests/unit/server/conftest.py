@@ -18,13 +18,13 @@ import uvicorn
 
 from tinkex.engine.contract import EngineState, ModelInfo
 from tinkex.server.app import make_app
-from tinkex.server.http.access import Access
+from tinkex.server.http.access import AccessControl
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.service import Service
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
-from tinkex.store.records import Checkpoint, CheckpointKind, Operation, Run, Session
+from tinkex.store.records import CheckpointKind, CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Store
 from tinkex.testing.clock import FakeClock
 
@@ -52,8 +52,8 @@ class QuietWorker:
     paused: dict[str, str] = field(default_factory=dict)
 
     @property
-    def halt(self) -> str:
-        return next(iter(self.paused.values()), "")
+    def pause_reason(self) -> str | None:
+        return next(iter(self.paused.values()), None)
 
     def resident(self) -> list[str]:
         return list(self.held)
@@ -89,7 +89,7 @@ class Served:
             db=db,
             engine=cast(Any, self.engine),
             catalog=Catalog([model]),
-            access=Access(config, self.store, db, self.clock),
+            access=AccessControl(config, self.store, db, self.clock),
             intake=absent,
             worker=cast(Any, self.worker),
             waiters=absent,
@@ -148,26 +148,31 @@ class Served:
 
     # -- rows, as training would have made them ---------------------------------------------------------------------
 
-    def session(self, session_id: str = "s", tenant: str = "local", **given: Any) -> Session:
+    def session(self, session_id: str = "s", tenant: str = "local", **given: Any) -> SessionRecord:
         now = self.clock.wall()
-        session = Session(id=session_id, tenant=tenant, **{"created_at": now, "seen_at": now, **given})
+        session = SessionRecord(id=session_id, tenant=tenant, **{"created_at": now, "seen_at": now, **given})
         self.run(self.service.db(self.store.add_session, session))
         return session
 
-    def training_run(self, run_id: str = "s:train:0", tenant: str = "local", **given: Any) -> Run:
+    def training_run(self, run_id: str = "s:train:0", tenant: str = "local", **given: Any) -> RunRecord:
         now = self.clock.wall()
         flags = {"train_attn": True, "train_mlp": True, "train_unembed": False}
         facts = {"session_id": run_id.partition(":")[0], "base_model": "tinkex/tiny", "rank": 8, "seed": 1, **flags}
-        run = Run(id=run_id, tenant=tenant, **{"created_at": now, "last_request_at": now, **facts, **given})
-        creation = Operation(
+        run = RunRecord(id=run_id, tenant=tenant, **{"created_at": now, "last_request_at": now, **facts, **given})
+        creation = OperationRecord(
             request_id=f"create-{run_id}", run_id=run_id, tenant=tenant, seq_id=0, kind="create_model", digest=""
         )
         self.run(self.service.db(self.store.add_run, run, replace(creation, state="done"), b""))
         return run
 
     def checkpoint(
-        self, run: Run, name: str = "0001", kind: CheckpointKind = "weights", tenant: str | None = None, **given: Any
-    ) -> Checkpoint:
+        self,
+        run: RunRecord,
+        name: str = "0001",
+        kind: CheckpointKind = "weights",
+        tenant: str | None = None,
+        **given: Any,
+    ) -> CheckpointRecord:
         files = {"adapter_model.safetensors": WEIGHTS, "adapter_config.json": CONFIG}
         folder = f"checkpoints/{run.id}/{kind}/{name}"
         (self.config.data_dir / folder).mkdir(parents=True)
@@ -175,7 +180,7 @@ class Served:
         for file, content in files.items():
             (self.config.data_dir / folder / file).write_bytes(content)
             about[file] = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        saved = Checkpoint(
+        saved = CheckpointRecord(
             path=f"tinker://{run.id}/{kind}/{name}",
             tenant=tenant or run.tenant,
             run_id=run.id,

@@ -15,10 +15,14 @@ from tinkex.engine.contract import (
     Sampled,
     SampleEvent,
     SampleSpec,
-    Sequence,
+    SequenceOutput,
     Tokens,
 )
-from tinkex.engine.frames import Frame
+from tinkex.engine.frames import Frame, decode
+
+
+def head_of(command: Frame | bytes) -> dict[str, Any]:
+    return (command if isinstance(command, Frame) else decode(command)).head
 
 
 class FakeEngine:
@@ -28,6 +32,8 @@ class FakeEngine:
         self.generation = 1
         self.adapters: dict[str, list[str]] = {}
         self.commands: list[dict[str, Any]] = []
+        self.received: list[tuple[Frame | bytes, str]] = []
+        """Every command as it came, and its tenant."""
         self.deaths: list[Callable[[dict[str, Any]], bool]] = []
         """Each is asked before a command; the first that says yes kills the engine, once."""
         self.gate = asyncio.Event()
@@ -53,8 +59,8 @@ class FakeEngine:
         self.generation += 1
         self.adapters.clear()
 
-    async def run(self, command: Frame) -> Frame:
-        head = command.head
+    async def run(self, command: Frame | bytes, *, tenant: str = "") -> Frame:
+        head = head_of(command)
         generation = self.generation
         await self.gate.wait()
         await asyncio.sleep(0)
@@ -66,6 +72,7 @@ class FakeEngine:
         if self.generation != generation:
             raise EngineDied("killed by signal 9")
         self.commands.append(head)
+        self.received.append((command, tenant))
         return Frame(self._reply(head), [])
 
     def _reply(self, head: dict[str, Any]) -> dict[str, Any]:
@@ -101,5 +108,7 @@ class FakeEngine:
         await self.gate.wait()
         if self.generation != generation:
             raise EngineDied("killed by signal 9")
-        rows = [Sequence(tokens=[1, 2], logprobs=[-0.5, -0.25], stop_reason="length") for _ in range(spec.num_samples)]
+        rows = [
+            SequenceOutput(tokens=[1, 2], logprobs=[-0.5, -0.25], stop_reason="length") for _ in range(spec.num_samples)
+        ]
         yield Sampled(sequences=rows, prompt_tokens=len(spec.prompt))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 
 T = TypeVar("T")
 
@@ -48,10 +48,10 @@ class Loop:
         self._loop.close()
 
 
-def checkpoint(path: str, tenant: str) -> Checkpoint:
+def checkpoint(path: str, tenant: str) -> CheckpointRecord:
     """A row for a checkpoint of the tiny model; its folder has its name."""
     run, kind, name = path.removeprefix("tinker://").split("/")
-    return Checkpoint(
+    return CheckpointRecord(
         path=path,
         tenant=tenant,
         run_id=run,

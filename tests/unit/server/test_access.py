@@ -10,16 +10,16 @@ import pytest
 
 import tinkex
 from tests.unit.server.conftest import Served
-from tinkex.server.http.access import CACHE_S, is_guarded, key_in, route_path
+from tinkex.server.http.access import CACHE_S, api_key_in, is_guarded, route_path
 from tinkex.store.keys import hash_key, hint, new_key
-from tinkex.store.records import Key
+from tinkex.store.records import KeyRecord
 
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
 
 
 def add_key(served: Served, tenant: str) -> str:
     key = new_key()
-    row = Key(
+    row = KeyRecord(
         id=uuid4().hex, sha256=hash_key(key), tenant=tenant, name=tenant, hint=hint(key), created_at=served.clock.wall()
     )
     served.run(served.service.db(served.store.add_key, row))
@@ -56,7 +56,7 @@ def test_a_bearer_token_counts_as_key_and_x_api_key_comes_first(serve: Callable[
     served = serve(api_keys=(ALICE, BOB))
     assert served.ask("GET", "sessions", headers={"authorization": f"Bearer {ALICE}"}).status == 200
     assert served.ask("GET", "sessions", headers={"authorization": f"Basic {ALICE}"}).status == 401
-    assert key_in([(b"authorization", b"bearer b"), (b"X-API-Key", b"a")]) == "a"
+    assert api_key_in([(b"authorization", b"bearer b"), (b"X-API-Key", b"a")]) == "a"
 
 
 def test_health_needs_no_key_and_every_other_call_does(serve: Callable[..., Served]) -> None:
@@ -122,11 +122,11 @@ def test_two_keys_of_one_tenant_share_and_two_tenants_do_not(served: Served) -> 
 def test_guessing_keys_does_not_fill_the_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     from tinkex.server.http import access
 
-    monkeypatch.setattr(access, "_MOST_CACHED", 5)
+    monkeypatch.setattr(access, "_MAX_CACHED_KEYS", 5)
     key = add_key(served, "alice")
     for number in range(12):
         who(served, f"tml-guess-{number}")
-    assert len(served.service.access._looked) <= 5
+    assert len(served.service.access._cache) <= 5
     assert who(served, key) == "alice"
 
 

@@ -81,6 +81,15 @@ def test_a_time_to_live_can_be_set_and_taken_back(served: Served, rest: tinkex.R
     assert rest.list_user_checkpoints().result().checkpoints[0].expires_at is None
 
 
+def test_no_run_begins_from_an_expired_checkpoint(served: Served) -> None:
+    saved = served.checkpoint(served.training_run(), expires_at=served.clock.wall() + 5)
+    served.session("s")
+    served.clock.advance(5)
+    body = {"session_id": "s", "model_seq_id": 1, "path": saved.path}
+    response = served.ask("POST", "load_weights", body)
+    assert (response.status, response.json["code"]) == (404, "unknown_checkpoint")
+
+
 def test_an_expired_checkpoint_is_gone_at_once(served: Served) -> None:
     saved = served.checkpoint(run := served.training_run())
     place = f"training_runs/{run.id}/checkpoints/weights/0001"

@@ -16,7 +16,7 @@ import tinkex
 from tests.unit.server.conftest import CONFIG, WEIGHTS, Answer, Served
 from tinkex.client.download import download_checkpoint
 from tinkex.server.http import links
-from tinkex.server.http.downloads import wanted
+from tinkex.server.http.downloads import parse_range
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def archive(served: Served) -> str:
     served.checkpoint(run)
     answer = served.ask("GET", f"training_runs/{run.id}/checkpoints/weights/0001/archive")
     assert answer.status == 302
-    assert parsedate_to_datetime(answer.headers["expires"]).timestamp() == served.clock.wall() + links.LIFE_S
+    assert parsedate_to_datetime(answer.headers["expires"]).timestamp() == served.clock.wall() + links.LINK_LIFE_S
     assert answer.headers["location"].startswith(served.base_url)
     return urlsplit(answer.headers["location"]).path
 
@@ -76,7 +76,7 @@ def test_the_pieces_of_an_archive_make_the_whole(served: Served, archive: str) -
     ],
 )
 def test_ranges_are_read_as_the_standard_says(asked: str | None, span: tuple[int, int] | None) -> None:
-    assert wanted(asked, None, '"t"', 100) == span
+    assert parse_range(asked, None, '"t"', 100) == span
 
 
 def test_a_range_beyond_the_end_is_416_and_one_of_another_version_gives_everything(
@@ -108,7 +108,7 @@ def test_a_link_expires_and_cannot_be_altered(served: Served, archive: str) -> N
     for bad in (f"{text}.{flipped}", f"{text}x.{signature}", text, "x.y", "..", "%00.%00", f"{text}.{signature}.a"):
         assert get(bad).status == 403, bad
     assert get(token).status == 200
-    served.clock.advance(links.LIFE_S)
+    served.clock.advance(links.LINK_LIFE_S)
     assert (get(token).status, get(token).json["code"]) == (403, "expired_link")
 
 

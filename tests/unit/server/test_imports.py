@@ -15,7 +15,7 @@ from tests.unit.server.conftest import Answer, Served
 from tinkex.client.download import download_checkpoint
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 from tinkex.server.upkeep.adapter_files import INCOMING, unpack
 
 PLACE = "import_weights?base_model=tiny&name=mine"
@@ -49,7 +49,7 @@ class Engine:
     """Takes commands; says no when told to."""
 
     def __init__(self, served: Served) -> None:
-        self.state, self.ran, self.refusal = served.engine.state, [], ""  # type: ignore[var-annotated]
+        self.state, self.ran, self.refusal = served.engine.state, [], ""
         served.service.engine = self  # type: ignore[assignment]
 
     async def ready(self) -> None: ...
@@ -99,8 +99,8 @@ def _nothing_is_left(served: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"no tar", "not a whole tar"),
-        (ADAPTER[:700], "not a whole tar"),
+        (b"no tar", "not a complete tar"),
+        (ADAPTER[:700], "not a complete tar"),
         (tar(adapter_config__json=CONFIG), "no adapter_model.safetensors"),
         (tar(adapter_model__bin=b"x", adapter_config__json=CONFIG), "no adapter_model.safetensors"),
         (tar(adapter_config__json=b"[]", adapter_model__safetensors=WEIGHTS), "not a JSON object"),
@@ -158,8 +158,8 @@ def test_an_archive_that_is_too_large_is_refused_before_it_is_read(served: Serve
 
 def test_a_file_in_an_archive_that_is_too_large_is_not_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(ADAPTER)
-    with pytest.raises(Refused, match="too large"):
-        unpack(tmp_path / "a.tar", tmp_path / "out", most_bytes=len(CONFIG))
+    with pytest.raises(RequestRejected, match="too large"):
+        unpack(tmp_path / "a.tar", tmp_path / "out", max_bytes=len(CONFIG))
 
 
 @pytest.mark.parametrize(

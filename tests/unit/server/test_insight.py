@@ -14,23 +14,25 @@ from sqlalchemy.dialects import sqlite
 from starlette.requests import Request
 
 from tests.unit.server.fake_engine import FakeEngine
-from tests.unit.server.test_worker import backward, done, new_lane, running, scenario, step
+from tests.unit.server.test_worker import backward, done, new_run, running, scenario, step
 from tinkex.engine.frames import Frame
 from tinkex.server.app import make_app
-from tinkex.server.http.errors import Refused, bad
+from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.routes import insight
 from tinkex.server.service import Service
 from tinkex.server.training.steps import steps_of, thinned
-from tinkex.store.journal import _FAILED
-from tinkex.store.records import Operation
+from tinkex.store.journal import _HAS_FAILED
+from tinkex.store.records import OperationRecord
 from tinkex.store.rows import operations
 from tinkex.store.store import Store
 
 
-def row(seq_id: int, kind: str, metrics: dict[str, float] | None = None, tokens: int = 0, s: float = 0.0) -> Operation:
-    return Operation(
+def row(
+    seq_id: int, kind: str, metrics: dict[str, float] | None = None, tokens: int = 0, s: float = 0.0
+) -> OperationRecord:
+    return OperationRecord(
         request_id=f"op-{seq_id}", run_id="r", tenant="t", seq_id=seq_id, kind=kind, digest="", state="done",
-        finished_at=float(seq_id), cost_tokens=tokens, engine_s=s, metrics=metrics,
+        finished_at=float(seq_id), cost_tokens=3 * tokens, tokens=tokens, engine_s=s, metrics=metrics,
     )  # fmt: skip
 
 
@@ -80,32 +82,32 @@ async def ask(service: Service, name: str, tenant: str, query: str = "", **parts
 @scenario
 async def test_a_run_tells_its_steps_and_goes_on_after_the_last_one_that_was_told(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
-        lane = await new_lane(service)
+        queue = await new_run(service)
         for number in (1, 3):
-            await backward(service, lane, number)
-            await done(service, await step(service, lane, number + 1, 0.5))
-        told = await ask(service, "run_steps", "t", run_id=lane.run.id)
+            await backward(service, queue, number)
+            await done(service, await step(service, queue, number + 1, 0.5))
+        told = await ask(service, "run_steps", "t", run_id=queue.run.id)
         assert [entry["seq_id"] for entry in told["steps"]] == [2, 4]
         assert told["steps"][0]["learning_rate"] == 0.5
-        again = await ask(service, "run_steps", "t", "after_seq_id=2", run_id=lane.run.id)
+        again = await ask(service, "run_steps", "t", "after_seq_id=2", run_id=queue.run.id)
         assert [entry["seq_id"] for entry in again["steps"]] == [4] and again["next_seq_id"] == 4
-        assert (await ask(service, "run_steps", "t", f"after_seq_id={10**30}", run_id=lane.run.id))["steps"] == []
-        with pytest.raises(Refused, match="not known"):
-            await ask(service, "run_steps", "stranger", run_id=lane.run.id)
+        assert (await ask(service, "run_steps", "t", f"after_seq_id={10**30}", run_id=queue.run.id))["steps"] == []
+        with pytest.raises(RequestRejected, match="not known"):
+            await ask(service, "run_steps", "stranger", run_id=queue.run.id)
 
 
 @scenario
 async def test_the_state_tells_ones_own_queue_and_of_others_a_number(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
-        lane, other = await new_lane(service), await new_lane(service, "o", "stranger")
+        queue, other = await new_run(service), await new_run(service, "o", "stranger")
         engine.gate.clear()
-        for each in (lane, other):
+        for each in (queue, other):
             await step(service, each, 1, 0.5)
             await step(service, each, 2, 0.5)
         await asyncio.sleep(0.02)
         state = await ask(service, "service_state", "t")
-        assert {entry["run_id"] for entry in state["queue"]} == {lane.run.id}
+        assert {entry["run_id"] for entry in state["queue"]} == {queue.run.id}
         assert (state["queued_operations"], state["queued_operations_of_others"]) == (2, 2)
         assert "1 operation of this run before it" in state["queue"][1]["reason"]
         assert "stranger" not in orjson.dumps(state).decode()
@@ -115,17 +117,17 @@ async def test_the_state_tells_ones_own_queue_and_of_others_a_number(tmp_path: P
 @scenario
 async def test_looking_at_an_old_run_reads_no_journal_into_memory(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
-        lane = await new_lane(service)
-        await done(service, await step(service, lane, 1, 0.5))
+        queue = await new_run(service)
+        await done(service, await step(service, queue, 1, 0.5))
     async with running(tmp_path, FakeEngine()) as service:
-        told = await ask(service, "run_steps", "t", run_id=lane.run.id)
+        told = await ask(service, "run_steps", "t", run_id=queue.run.id)
         assert len(told["steps"]) == 1 and told["is_active"] is False
-        assert not service.worker._lanes
+        assert not service.worker._queues
 
 
 def test_the_failures_of_a_tenant_are_found_by_their_index(tmp_path: Path) -> None:
     """SQLite uses a partial index only if the states stand in the statement: as parameters it read every row."""
-    wanted = select(operations).where(operations.c.tenant == "t", _FAILED)
+    wanted = select(operations).where(operations.c.tenant == "t", _HAS_FAILED)
     text = str(wanted.compile(dialect=sqlite.dialect(), compile_kwargs={"render_postcompile": True}))
     assert "IN ('failed', 'refused')" in text
     with Store.open(f"sqlite:///{tmp_path}/tinkex.db", tmp_path) as store, store._read() as connection:
@@ -136,10 +138,10 @@ def test_the_failures_of_a_tenant_are_found_by_their_index(tmp_path: Path) -> No
 @scenario
 async def test_failures_are_told_with_their_reason_to_their_tenant_alone(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
-        lane = await new_lane(service)
-        await service.intake.refuse(lane, 1, "forward_backward", bad("datum 0 is empty", "bad_datum"))
-        command = Frame({"op": "unheard_of", "adapter": lane.run.id}).encode()
-        await done(service, await service.intake.submit(lane, 2, "unheard_of", command))
+        queue = await new_run(service)
+        await service.intake.reject(queue, 1, "forward_backward", bad_request("datum 0 is empty", "bad_datum"))
+        command = Frame({"op": "unheard_of", "adapter": queue.run.id}).encode()
+        await done(service, await service.intake.submit(queue, 2, "unheard_of", command))
         told = await ask(service, "failed_operations", "t")
         assert [(entry["seq_id"], entry["state"]) for entry in told["operations"]] == [(2, "failed"), (1, "refused")]
         assert told["operations"][1]["error"] == "datum 0 is empty" and told["cursor"]["total_count"] == 2

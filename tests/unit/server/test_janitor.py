@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.server.conftest import Served
-from tinkex.server.upkeep.janitor import DISK, LEAST_FREE_BYTES, RUBBISH_AGE_S, TICK_S, Janitor
-from tinkex.store.records import Operation, Sampler
+from tinkex.server.upkeep.janitor import DISK_PAUSE, MIN_FREE_BYTES, MIN_ORPHAN_AGE_S, TICK_S, Janitor
+from tinkex.store.records import OperationRecord, SamplerRecord
 
 
 def tick(served: Served, free_bytes: int = 10**12) -> None:
@@ -25,12 +25,12 @@ def age(served: Served, folder: Path, seconds: float) -> None:
         os.utime(entry, (at, at))
 
 
-def ephemeral(served: Served, run_id: str, number: int = 0) -> Sampler:
+def ephemeral(served: Served, run_id: str, number: int = 0) -> SamplerRecord:
     folder = f"checkpoints/{run_id}/ephemeral/{number}"
     (served.config.data_dir / folder).mkdir(parents=True)
     (served.config.data_dir / folder / "adapter_config.json").write_text("{}")
     session_id = run_id.partition(":")[0]
-    sampler = Sampler(
+    sampler = SamplerRecord(
         id=f"{session_id}:sample:{number}",
         tenant="local",
         session_id=session_id,
@@ -54,7 +54,7 @@ def test_expired_checkpoints_go_with_their_folders_and_others_stay(served: Serve
 
 def test_results_are_kept_for_a_day(served: Served) -> None:
     served.training_run()
-    operation = Operation(
+    operation = OperationRecord(
         request_id="r", run_id="s:train:0", tenant="local", seq_id=1, kind="optim_step", digest="", created_at=0.0
     )
     served.run(served.service.db(served.store.add_operation, operation, b"command"))
@@ -83,7 +83,7 @@ def test_runs_of_silent_and_finished_sessions_leave_the_engine(served: Served) -
     assert served.worker.evicted == ["done:train:0"]
     served.clock.advance(601)
     served.run(served.service.db(served.store.touch_session, "busy", served.clock.wall()))
-    working = Operation(
+    working = OperationRecord(
         request_id="r",
         run_id="hand:train:0",
         tenant="local",
@@ -150,10 +150,10 @@ def test_folders_that_no_row_names_go_after_an_hour_and_no_others(served: Served
     for folder in (crashed, lone, snapshot, foreign):
         folder.mkdir(parents=True)
         (folder / "file").write_text("x")
-    age(served, data, RUBBISH_AGE_S + 5)
+    age(served, data, MIN_ORPHAN_AGE_S + 5)
     fresh = data / "checkpoints" / "another:train:0" / "weights" / "in-the-making"
     fresh.mkdir(parents=True)
-    age(served, data / "checkpoints" / "another:train:0", RUBBISH_AGE_S + 5)
+    age(served, data / "checkpoints" / "another:train:0", MIN_ORPHAN_AGE_S + 5)
     os.utime(fresh, (served.clock.wall(), served.clock.wall()))
     tick(served)
     assert not any(folder.exists() for folder in (crashed, lone, lone.parent.parent, snapshot))
@@ -163,9 +163,9 @@ def test_folders_that_no_row_names_go_after_an_hour_and_no_others(served: Served
 
 
 def test_a_full_disk_pauses_training_until_there_is_room(served: Served) -> None:
-    tick(served, LEAST_FREE_BYTES - 1)
-    assert "disk has 200 MB left" in served.worker.paused[DISK]
-    tick(served, LEAST_FREE_BYTES)
+    tick(served, MIN_FREE_BYTES - 1)
+    assert "disk has 200 MB left" in served.worker.paused[DISK_PAUSE]
+    tick(served, MIN_FREE_BYTES)
     assert served.worker.paused == {}
 
 
@@ -175,7 +175,7 @@ def test_data_above_the_quota_pause_training(serve: object) -> None:
     assert served.worker.paused == {}
     (served.config.data_dir / "large").write_bytes(bytes(1_000_001))
     tick(served)
-    assert "quota of 0.001 GB" in served.worker.paused[DISK]
+    assert "quota of 0.001 GB" in served.worker.paused[DISK_PAUSE]
     (served.config.data_dir / "large").unlink()
     tick(served)
     assert served.worker.paused == {}
@@ -192,7 +192,7 @@ def test_one_failing_step_does_not_stop_the_others(served: Served, caplog: pytes
     served.worker.evict = broken  # type: ignore[method-assign]
     tick(served, 0)
     assert "evict_idle_runs failed" in caplog.text
-    assert DISK in served.worker.paused
+    assert DISK_PAUSE in served.worker.paused
 
 
 def test_it_ticks_again_and_again(served: Served) -> None:

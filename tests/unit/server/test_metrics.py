@@ -16,7 +16,7 @@ from tests.unit.server.fake_engine import FakeEngine
 from tests.unit.server.live import Loop, checkpoint
 from tinkex.engine.contract import ModelInfo
 from tinkex.server.app import make_app
-from tinkex.server.http.metrics import MOST_TENANTS, Metrics
+from tinkex.server.http.metrics import MAX_NAMED_TENANTS, Metrics
 from tinkex.server.main import build
 from tinkex.server.service import Service
 from tinkex.settings import ServeConfig
@@ -64,12 +64,12 @@ def test_requests_are_counted_by_endpoint_status_and_time() -> None:
 
 def test_only_so_many_tenants_are_named() -> None:
     metrics = Metrics()
-    for number in range(MOST_TENANTS + 10):
+    for number in range(MAX_NAMED_TENANTS + 10):
         for _ in range(2):
             metrics.request("asample", 200, 0.001, f"tenant-{number}")
     assert value(metrics, "tinkex_tenant_requests_total", tenant="tenant-0") == 2
     assert value(metrics, "tinkex_tenant_requests_total", tenant="other") == 20
-    assert f"tenant-{MOST_TENANTS}" not in generate_latest(metrics.registry).decode()
+    assert f"tenant-{MAX_NAMED_TENANTS}" not in generate_latest(metrics.registry).decode()
 
 
 def test_two_services_in_one_process_count_apart() -> None:

@@ -17,14 +17,14 @@ import pytest
 from prometheus_client import generate_latest
 
 from tests.unit.server.live import Loop, checkpoint
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, Sequence, Tokens
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.frames import Frame
 from tinkex.engine.host import LocalEngine
 from tinkex.engine.messages import pass_frame
 from tinkex.engine.models import registry
 from tinkex.server.app import make_app
+from tinkex.server.http import event_stream
 from tinkex.server.main import build
-from tinkex.server.openai import routes as openai_routes
 from tinkex.server.sampling.sample_queue import Target
 from tinkex.server.service import Service
 from tinkex.settings import ServeConfig
@@ -148,7 +148,9 @@ def test_every_path_gets_its_own_adapter_even_at_the_same_time(live: Live, clien
 
 
 def test_a_chat_is_rendered_with_the_models_own_template(live: Live, client: openai.OpenAI) -> None:
-    prompt = live.service.tokenizers.encode(TINY, "<|system|>Be brief.<|eos|><|user|>hi<|eos|><|assistant|>", False)
+    prompt = live.service.tokenizers.load(TINY).encode(
+        "<|system|>Be brief.<|eos|><|user|>hi<|eos|><|assistant|>", False
+    )
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -445,7 +447,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.
 
 def test_tools_are_refused_where_the_template_has_no_place_for_them(client: openai.OpenAI) -> None:
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with pytest.raises(openai.BadRequestError, match="no place for tools"):
+    with pytest.raises(openai.BadRequestError, match="does not support tools"):
         client.chat.completions.create(model=TINY, messages=[{"role": "user", "content": "hi"}], tools=tools)
     got = client.chat.completions.create(
         model=TINY, messages=[{"role": "user", "content": "hi"}], tools=tools, tool_choice="none", max_tokens=1
@@ -520,7 +522,7 @@ def scripted(live: Live, events: list[SampleEvent | Exception], gate: threading.
 def test_a_stream_never_shows_half_a_character(live: Live) -> None:
     text = "naïve 😀 日本"
     tokens = list(text.encode())
-    whole = Sampled(sequences=[Sequence(tokens=tokens, logprobs=[-1.0] * len(tokens), stop_reason="stop")])
+    whole = Sampled(sequences=[SequenceOutput(tokens=tokens, logprobs=[-1.0] * len(tokens), stop_reason="stop")])
     events: list[SampleEvent | Exception] = [Tokens(0, [token], [-1.0]) for token in tokens]
     with scripted(live, [*events, whole]) as url, client_of(url) as client:
         chunks = list(client.completions.create(model=TINY, prompt="a", max_tokens=99, logprobs=0, stream=True))
@@ -543,17 +545,17 @@ def test_an_engine_that_fails_in_the_middle_ends_the_stream_with_the_error(live:
 
 
 def test_a_silent_stream_is_kept_alive_with_comments(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_routes, "FIRST_EVENT_S", 0.01)
-    monkeypatch.setattr(openai_routes, "QUIET_S", 0.01)
+    monkeypatch.setattr(event_stream, "FIRST_EVENT_S", 0.01)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
     gate = threading.Event()
-    whole = Sampled(sequences=[Sequence(tokens=[97], logprobs=[-1.0], stop_reason="length")])
+    whole = Sampled(sequences=[SequenceOutput(tokens=[97], logprobs=[-1.0], stop_reason="length")])
     with scripted(live, [whole], gate) as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
         body = json.dumps({"model": TINY, "prompt": "a", "stream": True})
         connection.request("POST", "/v1/completions", body, {"authorization": f"Bearer {ALICE}"})
         response = connection.getresponse()
         assert response.headers["content-type"].startswith("text/event-stream")
-        assert response.readline() == b": still at work\n"
+        assert response.readline() == b": keep-alive\n"
         gate.set()
         lines = response.read().decode().splitlines()
         connection.close()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tinkex.engine.contract import ModelInfo
-from tinkex.server.openai.chat import BadField, read_messages
+from tinkex.server.openai.chat import read_messages
+from tinkex.server.openai.errors import BadField
 from tinkex.server.openai.requests import read_chat, read_completion, seeds_of, spec_of
 
 INFO = ModelInfo(name="m", folder="", vocab_size=263, max_context_length=2048, end_tokens=(257,))
@@ -51,7 +52,7 @@ INFO = ModelInfo(name="m", folder="", vocab_size=263, max_context_length=2048, e
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(field: str, value: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], field: value}
     with pytest.raises(BadField) as caught:
-        spec_of(read_chat(body).wish, INFO, None, [1, 2], 0)
+        spec_of(read_chat(body).options, INFO, None, [1, 2], 0)
     assert caught.value.param == field
     assert caught.value.detail.startswith(f"{field}: ")
     assert caught.value.status == 400
@@ -66,7 +67,7 @@ def test_a_completion_that_cannot_be_is_refused_by_name(field: str, value: Any) 
     with pytest.raises(BadField) as caught:
         asked = read_completion({"model": "m", "prompt": "ab", field: value})
         for prompt in asked.prompts:
-            spec_of(asked.wish, INFO, None, list(prompt.encode()) if isinstance(prompt, str) else prompt, 0)
+            spec_of(asked.options, INFO, None, list(prompt.encode()) if isinstance(prompt, str) else prompt, 0)
     assert caught.value.param.startswith(field)
 
 
@@ -92,32 +93,32 @@ def test_every_setting_reaches_the_engine() -> None:
         "n": 3, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": -5,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3, "stop": ["a", "b"],
     }  # fmt: skip
-    wish = read_completion({"model": "m", "prompt": "ab", "logprobs": 4, "echo": True, **given}).wish
-    spec = spec_of(wish, INFO, "folder", [1, 2], 9, is_echoed=True)
+    options = read_completion({"model": "m", "prompt": "ab", "logprobs": 4, "echo": True, **given}).options
+    spec = spec_of(options, INFO, "folder", [1, 2], 9, is_echoed=True)
     assert (spec.base, spec.weights, spec.prompt, spec.seed) == ("m", "folder", (1, 2), 9)
     assert (spec.num_samples, spec.max_tokens, spec.stop_strings, spec.stop_tokens) == (3, 7, ("a", "b"), (257,))
     assert (spec.temperature, spec.top_p, spec.top_k, spec.min_p) == (0.5, 0.9, 40, 0.1)
     assert (spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty) == (1.1, 0.2, -0.3)
     assert (spec.prompt_logprobs, spec.topk_prompt, spec.topk_sample) == (True, 4, 4)
-    assert wish.seed == -5
+    assert options.seed == -5
 
 
 def test_null_is_as_good_as_absent() -> None:
     plain = read_completion({"model": "m", "prompt": "ab"})
     names = ("n", "max_tokens", "temperature", "top_p", "seed", "stop", "logprobs", "echo", "stream", "logit_bias")
     assert read_completion({"model": "m", "prompt": "ab", **dict.fromkeys(names)}) == plain
-    assert plain.wish.max_tokens == 16 and plain.wish.top_logprobs is None
+    assert plain.options.max_tokens == 16 and plain.options.top_logprobs is None
 
 
 def test_top_p_of_zero_keeps_the_likeliest_token_alone() -> None:
-    wish = read_completion({"model": "m", "prompt": "ab", "top_p": 0}).wish
-    assert (wish.top_p, wish.top_k) == (1.0, 1)
+    options = read_completion({"model": "m", "prompt": "ab", "top_p": 0}).options
+    assert (options.top_p, options.top_k) == (1.0, 1)
 
 
 def test_a_stream_waits_for_values_that_come_last() -> None:
     def is_streamed(is_echoed: bool, **fields: Any) -> bool:
-        wish = read_completion({"model": "m", "prompt": "ab", "stream": True, **fields}).wish
-        return spec_of(wish, INFO, None, [1], 0, is_echoed=is_echoed).is_streamed
+        options = read_completion({"model": "m", "prompt": "ab", "stream": True, **fields}).options
+        return spec_of(options, INFO, None, [1], 0, is_echoed=is_echoed).is_streamed
 
     assert is_streamed(False) and is_streamed(False, logprobs=0) and is_streamed(True)
     assert not is_streamed(False, logprobs=1) and not is_streamed(True, logprobs=0)

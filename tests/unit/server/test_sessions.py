@@ -225,7 +225,7 @@ def test_telemetry_is_accepted_and_kept_without_keys(served: Served) -> None:
 
 
 def test_the_telemetry_log_stays_small(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_TELEMETRY_BYTES", 1000)
+    monkeypatch.setattr(sessions, "MAX_TELEMETRY_BYTES", 1000)
     for number in range(30):
         served.ask("POST", "telemetry", {"session_id": f"s{number}", "events": ["x" * 100]})
     served.ask("POST", "telemetry", {"events": ["x" * 300_000]})
@@ -246,9 +246,9 @@ def test_every_endpoint_of_these_rooms_answers_unknown_ids_with_404(served: Serv
 
 
 def test_a_sampler_is_described(served: Served) -> None:
-    from tinkex.store.records import Sampler
+    from tinkex.store.records import SamplerRecord
 
-    sampler = Sampler(
+    sampler = SamplerRecord(
         id="s:sample:0", tenant="local", session_id="s", base_model="tinkex/tiny", created_at=served.clock.wall()
     )
     served.run(served.service.db(served.store.add_sampler, sampler))

@@ -1,4 +1,4 @@
-"""Stops, deaths and full disks: nothing is lost, nothing runs twice, nobody pays for another's operation."""
+"""Shutdowns, crashes and full disks: nothing is lost, nothing runs twice, no tenant pays for another's operation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tests.unit.server.fake_engine import FakeEngine
-from tests.unit.server.test_worker import TINY, backward, done, new_lane, running, scenario, step
+from tests.unit.server.fake_engine import FakeEngine, head_of
+from tests.unit.server.test_worker import TINY, backward, done, new_run, running, scenario, step
 from tinkex.engine.contract import EngineDied
 from tinkex.engine.frames import Frame
 from tinkex.server.app import make_app
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 from tinkex.server.routes import futures, sampling
 from tinkex.server.service import Service
 from tinkex.store.errors import DiskFull
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 
 
 def request(service: Service, body: dict[str, Any], tenant: str = "t") -> Request:
@@ -38,19 +38,19 @@ async def poll(service: Service, request_id: str, tenant: str = "t") -> Response
 
 
 @scenario
-async def test_who_polls_while_the_service_stops_is_told_to_wait_and_not_that_the_operation_is_unknown(
+async def test_a_poll_during_shutdown_says_try_again_and_not_unknown(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
-        lane = await new_lane(service)
+        queue = await new_run(service)
         engine.gate.clear()
-        request_id = await step(service, lane, 1, 1.0)
+        request_id = await step(service, queue, 1, 1.0)
         polling = asyncio.create_task(poll(service, request_id))
         await asyncio.sleep(0.05)
         await service.worker.drain(0)
         assert (await polling).status_code == 408
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await poll(service, request_id, "stranger")
         assert refused.value.status == 404
 
@@ -58,13 +58,13 @@ async def test_who_polls_while_the_service_stops_is_told_to_wait_and_not_that_th
 @scenario
 async def test_a_result_that_expired_is_410_for_its_tenant_and_unknown_to_others(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
-        lane = await new_lane(service)
-        row = Operation(
-            request_id="old", run_id=lane.run.id, tenant="t", seq_id=9, kind="optim_step", digest="", state="done"
+        queue = await new_run(service)
+        row = OperationRecord(
+            request_id="old", run_id=queue.run.id, tenant="t", seq_id=9, kind="optim_step", digest="", state="done"
         )
         await service.db(service.store.add_operation, row, None)
         for tenant, status in (("t", 410), ("stranger", 404)):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestRejected) as refused:
                 await poll(service, "old", tenant)
             assert refused.value.status == status
 
@@ -72,13 +72,13 @@ async def test_a_result_that_expired_is_410_for_its_tenant_and_unknown_to_others
 class Slow(FakeEngine):
     """A pass takes 20 ms and a step 60 ms, so that a pass that kills the engine takes the steps with it."""
 
-    async def run(self, command: Frame) -> Frame:
+    async def run(self, command: Frame | bytes, *, tenant: str = "") -> Frame:
         generation = self.generation
-        for _ in range({"forward_backward": 20, "optim_step": 60}.get(command.head["op"], 0)):
+        for _ in range({"forward_backward": 20, "optim_step": 60}.get(head_of(command)["op"], 0)):
             await asyncio.sleep(0.001)
             if self.generation != generation:
                 raise EngineDied("killed by signal 9")
-        return await super().run(command)
+        return await super().run(command, tenant=tenant)
 
 
 @scenario
@@ -87,92 +87,92 @@ async def test_an_operation_that_keeps_killing_the_engine_takes_no_other_tenants
 ) -> None:
     engine = Slow()
     async with running(tmp_path, engine) as service:
-        guilty = await new_lane(service)
-        others = [await new_lane(service, f"s{number}", f"t{number}") for number in range(3)]
+        guilty = await new_run(service)
+        others = [await new_run(service, f"s{number}", f"t{number}") for number in range(3)]
         engine.deaths = [lambda head: head["op"] == "forward_backward"] * 3
-        steps = [await step(service, lane, 1, 1.0) for lane in others]
+        steps = [await step(service, queue, 1, 1.0) for queue in others]
         poison = await done(service, await backward(service, guilty, 1))
         assert "died 3 times" in str(poison.error)
-        for lane, request_id in zip(others, steps, strict=True):
+        for queue, request_id in zip(others, steps, strict=True):
             assert (await done(service, request_id)).error is None
-            await done(service, await step(service, lane, 2, 2.0))
-            assert engine.adapters[lane.run.id] == ["seed 7", "step 1.0", "step 2.0"]
+            await done(service, await step(service, queue, 2, 2.0))
+            assert engine.adapters[queue.run.id] == ["seed 7", "step 1.0", "step 2.0"]
 
 
 @scenario
-async def test_one_that_came_too_late_just_before_a_crash_fails_after_the_restart(tmp_path: Path) -> None:
+async def test_an_operation_that_was_late_just_before_a_crash_fails_after_the_restart(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
-        lane = await new_lane(service)
-        await done(service, await step(service, lane, 2, 2.0))
-        late = Operation(
-            request_id="late", run_id=lane.run.id, tenant="t", seq_id=1, kind="optim_step", digest="", created_at=1.0
+        queue = await new_run(service)
+        await done(service, await step(service, queue, 2, 2.0))
+        late = OperationRecord(
+            request_id="late", run_id=queue.run.id, tenant="t", seq_id=1, kind="optim_step", digest="", created_at=1.0
         )
-        command = Frame({"op": "optim_step", "adapter": lane.run.id, "learning_rate": 1.0}).encode()
+        command = Frame({"op": "optim_step", "adapter": queue.run.id, "learning_rate": 1.0}).encode()
         await service.db(service.store.add_operation, late, command)
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
         found = await done(service, "late")
         assert found.category == "user"
-        lane = await service.intake.lane("t", "s:train:0")
-        await done(service, await step(service, lane, 3, 3.0))
-        assert engine.adapters[lane.run.id] == ["seed 7", "step 2.0", "step 3.0"]
+        queue = await service.intake.run_queue("t", "s:train:0")
+        await done(service, await step(service, queue, 3, 3.0))
+        assert engine.adapters[queue.run.id] == ["seed 7", "step 2.0", "step 3.0"]
 
 
 @scenario
-async def test_a_load_that_cannot_be_kept_fails_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+async def test_a_load_whose_snapshot_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
-        lane = await new_lane(service)
-        await done(service, await service.intake.submit(lane, 1, "save_weights", b"", options={"name": "a"}))
-        await done(service, await step(service, lane, 2, 2.0))
+        queue = await new_run(service)
+        await done(service, await service.intake.submit(queue, 1, "save_weights", b"", options={"name": "a"}))
+        await done(service, await step(service, queue, 2, 2.0))
 
         def full(*given: object) -> None:
             raise DiskFull
 
         keep, service.store.set_snapshot = service.store.set_snapshot, full  # type: ignore[method-assign, assignment]
         options = {"path": "tinker://s:train:0/weights/a", "optimizer": False}
-        loaded = await done(service, await service.intake.submit(lane, 3, "load_weights", b"", options=options))
+        loaded = await done(service, await service.intake.submit(queue, 3, "load_weights", b"", options=options))
         assert "disk is full" in str(loaded.error)
         service.store.set_snapshot = keep  # type: ignore[method-assign]
-        await done(service, await step(service, lane, 4, 4.0))
-        assert engine.adapters[lane.run.id] == ["seed 7", "step 2.0", "step 4.0"]
+        await done(service, await step(service, queue, 4, 4.0))
+        assert engine.adapters[queue.run.id] == ["seed 7", "step 2.0", "step 4.0"]
 
 
 @scenario
 async def test_two_operations_without_a_number_are_two_operations(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
-        lane = await new_lane(service)
-        ids = await asyncio.gather(*[step(service, lane, None, 1.0) for _ in range(3)])
+        queue = await new_run(service)
+        ids = await asyncio.gather(*[step(service, queue, None, 1.0) for _ in range(3)])
         assert len(set(ids)) == 3
         for request_id in ids:
             await done(service, request_id)
-        assert engine.adapters[lane.run.id] == ["seed 7", *["step 1.0"] * 3]
+        assert engine.adapters[queue.run.id] == ["seed 7", *["step 1.0"] * 3]
 
 
 @scenario
-async def test_a_retry_of_an_operation_that_the_lane_forgot_is_found_in_the_journal(tmp_path: Path) -> None:
+async def test_a_retry_that_the_queue_has_forgotten_is_found_in_the_journal(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
-        lane = await new_lane(service)
-        ids = [await step(service, lane, number, float(number)) for number in (1, 2, 3)]
+        queue = await new_run(service)
+        ids = [await step(service, queue, number, float(number)) for number in (1, 2, 3)]
         for request_id in ids:
             await done(service, request_id)
-        lane.forget(0)
-        assert 1 not in lane.taken
-        assert await step(service, lane, 1, 1.0) == ids[0]
+        queue.forget(0)
+        assert 1 not in queue.taken
+        assert await step(service, queue, 1, 1.0) == ids[0]
         assert (await done(service, ids[0])).error is None
-        assert engine.adapters[lane.run.id] == ["seed 7", "step 1.0", "step 2.0", "step 3.0"]
+        assert engine.adapters[queue.run.id] == ["seed 7", "step 1.0", "step 2.0", "step 3.0"]
 
 
 @scenario
-async def test_a_samplers_number_that_is_taken_by_another_model_is_refused(tmp_path: Path) -> None:
+async def test_a_sampler_number_used_by_another_model_is_rejected(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
-        lane = await new_lane(service)
+        queue = await new_run(service)
         options = {"sampling_session_seq_id": 4}
-        await done(service, await service.intake.submit(lane, 1, "save_weights_for_sampler", b"", options=options))
+        await done(service, await service.intake.submit(queue, 1, "save_weights_for_sampler", b"", options=options))
         body = {"session_id": "s", "sampling_session_seq_id": 4, "base_model": "tinkex/tiny"}
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await sampling.create_sampling_session(request(service, body))
         assert refused.value.status == 400
         other = {**body, "sampling_session_seq_id": 5}
@@ -184,9 +184,9 @@ async def test_a_samplers_number_that_is_taken_by_another_model_is_refused(tmp_p
 async def test_operations_wait_for_a_base_model_that_the_restarted_service_does_not_serve(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
-        lane = await new_lane(service)
+        queue = await new_run(service)
         engine.gate.clear()
-        request_id = await step(service, lane, 1, 1.0)
+        request_id = await step(service, queue, 1, 1.0)
     other = replace(TINY, name="another/model")
     async with running(tmp_path, FakeEngine(), other) as service:
         pending = service.worker.pending(request_id)
@@ -194,22 +194,22 @@ async def test_operations_wait_for_a_base_model_that_the_restarted_service_does_
         await asyncio.sleep(0.05)
         state, reason = service.worker.queue_of(pending)
         assert state == "paused_capacity" and "--base-model tinkex/tiny" in reason
-        lane = await service.intake.lane("t", lane.run.id)
-        with pytest.raises(Refused, match="--base-model tinkex/tiny"):
-            await step(service, lane, 2, 1.0)
+        queue = await service.intake.run_queue("t", queue.run.id)
+        with pytest.raises(RequestRejected, match="--base-model tinkex/tiny"):
+            await step(service, queue, 2, 1.0)
     async with running(tmp_path, FakeEngine()) as service:
         assert (await done(service, request_id)).error is None
 
 
 @scenario
-async def test_a_result_that_the_store_will_not_have_fails_and_the_engine_forgets_what_it_did(tmp_path: Path) -> None:
+async def test_a_result_that_the_store_rejects_fails_and_its_adapter_is_rebuilt(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
-        lane = await new_lane(service)
+        queue = await new_run(service)
         finish = service.store.finish
         service.store.finish = Mock(side_effect=RuntimeError("a bug"))  # type: ignore[method-assign]
-        outcome = await done(service, await step(service, lane, 1, 1.0))
+        outcome = await done(service, await step(service, queue, 1, 1.0))
         assert outcome.category == "server" and "could not be stored" in str(outcome.error)
         service.store.finish = finish  # type: ignore[method-assign]
-        assert (await done(service, await step(service, lane, 2, 2.0))).error is None
-        assert engine.adapters[lane.run.id] == ["seed 7", "step 2.0"]
+        assert (await done(service, await step(service, queue, 2, 2.0))).error is None
+        assert engine.adapters[queue.run.id] == ["seed 7", "step 2.0"]

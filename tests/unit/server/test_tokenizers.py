@@ -12,13 +12,13 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests import prepare
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.models import registry
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 from tinkex.server.sampling.chat_templates import ChatTemplate
-from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer, Tokenizers
+from tinkex.server.sampling.tokenizer_cache import Detokenizer, ModelTokenizer, Tokenizers
 from tinkex.server.upkeep.catalog import Catalog
-from tinkex.settings import ServeConfig
 from tinkex.testing.clock import FakeClock
 
 TEXTS = [
@@ -38,8 +38,7 @@ CONVERSATION = [
 
 @pytest.fixture(scope="module")
 def infos() -> list[ModelInfo]:
-    cache = ServeConfig().cache_dir
-    return [registry.resolve(name, cache) for name in ("tinkex/tiny", "smollm2-135m")]
+    return [registry.resolve("tinkex/tiny", prepare.CACHE), prepare.model()]
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +62,10 @@ def test_text_becomes_the_tokens_that_transformers_makes(
     ours: Tokenizers, pair: tuple[str, Any], text: str, add_special_tokens: bool
 ) -> None:
     name, theirs = pair
-    tokens = ours.encode(name, text, add_special_tokens)
+    tokens = ours.load(name).encode(text, add_special_tokens)
     assert tokens == theirs.encode(text, add_special_tokens=add_special_tokens)
     for skip in (True, False):
-        assert ours.decode(name, tokens, skip) == theirs.decode(tokens, skip_special_tokens=skip)
+        assert ours.load(name).decode(tokens, skip) == theirs.decode(tokens, skip_special_tokens=skip)
 
 
 def test_an_alias_finds_the_same_tokenizer(ours: Tokenizers) -> None:
@@ -74,14 +73,14 @@ def test_an_alias_finds_the_same_tokenizer(ours: Tokenizers) -> None:
 
 
 def test_a_model_that_is_not_served_is_refused(ours: Tokenizers) -> None:
-    with pytest.raises(Refused, match="not served here"):
-        ours.encode("../../etc/passwd", "x")
+    with pytest.raises(RequestRejected, match="not served here"):
+        ours.load("../../etc/passwd")
 
 
 def test_a_folder_without_a_tokenizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
     bare = Tokenizers(Catalog([ModelInfo(name="bare", folder=str(tmp_path))]))
-    with pytest.raises(Refused, match="Send tokens instead") as caught:
-        bare.encode("bare", "x")
+    with pytest.raises(RequestRejected, match="Send tokens instead") as caught:
+        bare.load("bare")
     assert str(tmp_path) not in caught.value.detail
 
 
@@ -111,7 +110,7 @@ def sentencepiece(folder: Path) -> ModelTokenizer:
     return ModelTokenizer("sentencepiece", folder)
 
 
-def pieces_of(decoder: Decoder, tokens: list[int]) -> list[str]:
+def pieces_of(decoder: Detokenizer, tokens: list[int]) -> list[str]:
     return [*(decoder.push(token) for token in tokens), decoder.finish()]
 
 
@@ -120,15 +119,15 @@ def test_the_pieces_of_any_tokens_make_their_text(ours: Tokenizers, pair: tuple[
     tokenizer, draw = ours.load(pair[0]), random.Random(seed)
     size = 263 if pair[0] == "tinkex/tiny" else 49_152
     tokens = [draw.randrange(size) for _ in range(draw.choice([1, 5, 50, 300]))]
-    assert "".join(pieces_of(Decoder(tokenizer), tokens)) == tokenizer.decode(tokens)
-    shown = pieces_of(Decoder(tokenizer, skip_special_tokens=False), tokens)
+    assert "".join(pieces_of(Detokenizer(tokenizer), tokens)) == tokenizer.decode(tokens)
+    shown = pieces_of(Detokenizer(tokenizer, skip_special_tokens=False), tokens)
     assert "".join(shown) == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def test_no_piece_has_half_a_character(ours: Tokenizers, pair: tuple[str, Any]) -> None:
     text = "日本語 😀 naïve " * 40
-    tokens = ours.encode(pair[0], text, add_special_tokens=False)
-    pieces = pieces_of(ours.decoder(pair[0]), tokens)
+    tokens = ours.load(pair[0]).encode(text, add_special_tokens=False)
+    pieces = pieces_of(Detokenizer(ours.load(pair[0])), tokens)
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert pieces[-1] == ""
@@ -137,20 +136,20 @@ def test_no_piece_has_half_a_character(ours: Tokenizers, pair: tuple[str, Any]) 
 def test_words_of_sentencepiece_keep_their_spaces(tmp_path: Path) -> None:
     tokenizer = sentencepiece(tmp_path)
     hello, world, a = (tokenizer._backend.token_to_id(word) for word in ("▁hello", "▁world", "▁a"))
-    assert pieces_of(Decoder(tokenizer), [hello, world, a]) == ["hello", " world", " a", ""]
+    assert pieces_of(Detokenizer(tokenizer), [hello, world, a]) == ["hello", " world", " a", ""]
     # What goes on from a prompt keeps the space before its first word.
-    assert pieces_of(Decoder(tokenizer, [hello]), [world]) == [" world", ""]
+    assert pieces_of(Detokenizer(tokenizer, [hello]), [world]) == [" world", ""]
     assert [tokenizer.token_text(token) for token in (hello, world)] == [" hello", " world"]
     many = [hello, world, a] * 100
-    assert "".join(pieces_of(Decoder(tokenizer), many)) == tokenizer.decode(many)
+    assert "".join(pieces_of(Detokenizer(tokenizer), many)) == tokenizer.decode(many)
 
 
 def test_bytes_of_sentencepiece_wait_for_their_character(tmp_path: Path) -> None:
     tokenizer = sentencepiece(tmp_path)
     tokens = [byte + 2 for byte in "é😀".encode()]
-    assert pieces_of(Decoder(tokenizer), tokens) == ["", "é", "", "", "", "😀", ""]
+    assert pieces_of(Detokenizer(tokenizer), tokens) == ["", "é", "", "", "", "😀", ""]
     assert [tokenizer.token_bytes(token) for token in tokens] == [bytes([byte]) for byte in "é😀".encode()]
-    assert pieces_of(Decoder(tokenizer), tokens[:1]) == ["", "\ufffd"]
+    assert pieces_of(Detokenizer(tokenizer), tokens[:1]) == ["", "\ufffd"]
 
 
 def test_a_long_text_is_decoded_a_window_at_a_time(ours: Tokenizers) -> None:
@@ -162,7 +161,7 @@ def test_a_long_text_is_decoded_a_window_at_a_time(ours: Tokenizers) -> None:
             return super().decode(ids, skip_special_tokens)
 
     tokenizer = Counting("tiny", Path(ours._catalog.find("tinkex/tiny").folder))
-    decoder = Decoder(tokenizer)
+    decoder = Detokenizer(tokenizer)
     for token in b"words and spaces\n" * 100:
         decoder.push(token)
     assert tokenizer.longest <= 64
@@ -175,12 +174,12 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(ours: Tokenizers,
     name, theirs = pair
     for messages in (CONVERSATION, CONVERSATION[:1], [{"role": "system", "content": "Be brief."}, *CONVERSATION]):
         for add_generation_prompt in (True, False):
-            text = ours.render_chat(name, messages, add_generation_prompt)
+            text = ours.load(name).chat.render(name, messages, add_generation_prompt=add_generation_prompt)
             assert text == theirs.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
             ids = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
-            assert ours.encode(name, text, add_special_tokens=False) == ids
+            assert ours.load(name).encode(text, add_special_tokens=False) == ids
 
 
 TEMPLATES = {
@@ -236,12 +235,12 @@ def test_a_template_for_tools_is_used_when_there_are_tools(tmp_path: Path) -> No
 
 def test_tools_are_refused_where_the_template_would_leave_them_out(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}")
-    with pytest.raises(Refused, match="no place for tools"):
+    with pytest.raises(RequestRejected, match="does not support tools"):
         ChatTemplate(tmp_path).render("m", CONVERSATION, tools=[{"function": {}}])
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no chat template") as caught:
+    with pytest.raises(RequestRejected, match="no chat template") as caught:
         ChatTemplate(tmp_path).render("bare", CONVERSATION)
     assert caught.value.status == 400
 
@@ -251,13 +250,13 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].missing.deeper }}", "missing"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
-        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "rejects these messages"),
+        ("{{ ''.__class__.__mro__ }}", "rejects these messages"),
+        ("{{ messages[0].content + 1 }}", "rejects these messages"),
     ],
 )
 def test_what_a_template_refuses_is_the_callers_to_know(tmp_path: Path, source: str, said: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(source)
-    with pytest.raises(Refused, match=said) as caught:
+    with pytest.raises(RequestRejected, match=said) as caught:
         ChatTemplate(tmp_path).render("m", CONVERSATION)
     assert caught.value.status == 400

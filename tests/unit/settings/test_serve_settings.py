@@ -102,7 +102,7 @@ def test_what_makes_no_sense_is_refused_with_its_name(name: str, value: Any) -> 
 
 
 def test_values_are_read_as_text_or_as_they_are() -> None:
-    config = ServeConfig(port="0", device="CUDA:1", host="[::1]", quota_gb="1.5", max_body_bytes="1_000_000")
+    config = ServeConfig(port="0", device="CUDA:1", host="[::1]", quota_gb="1.5", max_body_bytes="1_000_000")  # type: ignore[arg-type]
     assert (config.port, config.device, config.host, config.quota_gb) == (0, "cuda:1", "::1", 1.5)
     assert config.max_body_bytes == 1_000_000
     assert ServeConfig(public_url="HTTPS://Example.org:443/tinkex/").public_url == "https://example.org/tinkex"
@@ -145,7 +145,7 @@ def test_a_keys_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_keys_and_passwords_show_in_no_repr_and_no_error() -> None:
-    config = ServeConfig(api_keys=[KEY], database_url="postgresql://me:hush@db/tinkex")
+    config = ServeConfig(api_keys=(KEY,), database_url="postgresql://me:hush@db/tinkex")
     assert KEY not in repr(config) and "hush" not in repr(config)
     for name, value in (("api_keys", ["sk-secret-key-of-mine"]), ("database_url", "me:hush@db")):
         with pytest.raises(ConfigError) as refused:
@@ -157,7 +157,7 @@ def test_listening_beyond_loopback_needs_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.7", "example.org"):
         with pytest.raises(ConfigError, match="tinkex key create"):
             check_keys(ServeConfig(host=host), has_stored_keys=False)
-        check_keys(ServeConfig(host=host, api_keys=[KEY]), has_stored_keys=False)
+        check_keys(ServeConfig(host=host, api_keys=(KEY,)), has_stored_keys=False)
         check_keys(ServeConfig(host=host), has_stored_keys=True)
     for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
         check_keys(ServeConfig(host=host), has_stored_keys=False)
@@ -168,7 +168,7 @@ def test_a_private_file_holds_every_setting_and_only_its_owner_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ServeConfig(
-        base_models=['a "quoted" name', "ümlaut"], api_keys=[KEY], data_dir=tmp_path / "d", quota_gb=2.5, port=0
+        base_models=('a "quoted" name', "ümlaut"), api_keys=(KEY,), data_dir=tmp_path / "d", quota_gb=2.5, port=0
     )
     file = tmp_path / "private.toml"
     write_private_file(file, config)

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from tests.unit.store.postgres import PostgresServer
-from tinkex.store.records import Checkpoint, Operation, Run, Sampler, Session
+from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord, SessionRecord
 from tinkex.store.rows import metadata, schema_version
 from tinkex.store.store import Store
 
@@ -95,12 +95,12 @@ def store(place: Place) -> Store:
     return place.open()
 
 
-def session(id: str = "s", **values: Any) -> Session:
+def session(id: str = "s", **values: Any) -> SessionRecord:
     given = {"tenant": "ann", "created_at": 1.0, "seen_at": 1.0, **values}
-    return Session(id=id, **given)
+    return SessionRecord(id=id, **given)
 
 
-def run(id: str = "s:train:0", **values: Any) -> Run:
+def run(id: str = "s:train:0", **values: Any) -> RunRecord:
     given: dict[str, Any] = {
         "tenant": "ann",
         "session_id": id.split(":")[0],
@@ -114,10 +114,10 @@ def run(id: str = "s:train:0", **values: Any) -> Run:
         "last_request_at": 1.0,
         **values,
     }
-    return Run(id=id, **given)
+    return RunRecord(id=id, **given)
 
 
-def operation(seq_id: int, run_id: str = "s:train:0", **values: Any) -> Operation:
+def operation(seq_id: int, run_id: str = "s:train:0", **values: Any) -> OperationRecord:
     given: dict[str, Any] = {
         "request_id": f"{run_id}/{seq_id}",
         "tenant": "ann",
@@ -126,10 +126,10 @@ def operation(seq_id: int, run_id: str = "s:train:0", **values: Any) -> Operatio
         "created_at": 10.0 + seq_id,
         **values,
     }
-    return Operation(run_id=run_id, seq_id=seq_id, **given)
+    return OperationRecord(run_id=run_id, seq_id=seq_id, **given)
 
 
-def checkpoint(name: str = "a", **values: Any) -> Checkpoint:
+def checkpoint(name: str = "a", **values: Any) -> CheckpointRecord:
     given: dict[str, Any] = {
         "tenant": "ann",
         "run_id": "s:train:0",
@@ -145,12 +145,12 @@ def checkpoint(name: str = "a", **values: Any) -> Checkpoint:
         **values,
     }
     path = f"tinker://{given['run_id']}/{given['kind']}/{name}"
-    return Checkpoint(**{"path": path, "name": name, "folder": f"checkpoints/{name}", **given})
+    return CheckpointRecord(**{"path": path, "name": name, "folder": f"checkpoints/{name}", **given})
 
 
-def sampler(id: str = "s:sample:0", **values: Any) -> Sampler:
+def sampler(id: str = "s:sample:0", **values: Any) -> SamplerRecord:
     given = {"tenant": "ann", "session_id": "s", "base_model": "tinkex/tiny", "created_at": 1.0, **values}
-    return Sampler(id=id, **given)
+    return SamplerRecord(id=id, **given)
 
 
 @pytest.fixture
@@ -161,14 +161,14 @@ def started(store: Store) -> Store:
     return store
 
 
-Add = Callable[..., Operation]
+Add = Callable[..., OperationRecord]
 
 
 @pytest.fixture
 def add(started: Store) -> Add:
     """Add an operation to the run of `started`."""
 
-    def add(seq_id: int, command: bytes | None = b"command", **values: Any) -> Operation:
+    def add(seq_id: int, command: bytes | None = b"command", **values: Any) -> OperationRecord:
         added = replace(operation(seq_id), **values)
         started.add_operation(added, command)
         return added

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
+import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sqlalchemy import Column, Connection, MetaData, Table, Text, create_engine, inspect, select, text
 
-from tests.unit.store.conftest import Place, operation, run
+from tests.unit.store.conftest import Place, checkpoint, operation, run, sampler, session
 from tinkex.errors import ConfigError
 from tinkex.store import migrations
+from tinkex.store.database import values_of
 from tinkex.store.rows import metadata, schema_version, sessions
 from tinkex.store.store import Store
 
@@ -22,13 +27,7 @@ def postgres_place(fresh_postgres_place: Place) -> Place:
 
 
 def test_a_fresh_database_has_every_table_column_and_index_of_rows(place: Place) -> None:
-    store = place.open()
-    with store._read() as connection:
-        found = inspect(connection)
-        for table in metadata.tables.values():
-            assert {column["name"] for column in found.get_columns(table.name)} == set(table.columns.keys())
-            assert {index.name for index in table.indexes} <= {str(i["name"]) for i in found.get_indexes(table.name)}
-        assert connection.scalars(select(schema_version.c.version)).all() == [len(migrations.STEPS)]
+    assert_newest(place.open())
 
 
 def test_opening_again_changes_nothing(place: Place) -> None:
@@ -67,7 +66,93 @@ def test_what_an_older_database_lacks_is_added_and_its_rows_stay(place: Place) -
         assert "sessions_by_tenant" in {index["name"] for index in inspect(connection).get_indexes(sessions.name)}
 
 
-def test_each_step_runs_once_and_in_order(place: Place) -> None:
+def test_operations_of_version_2_get_their_tokens_from_their_cost(place: Place) -> None:
+    """Version 2 had one column, `cost_tokens`: three times the tokens of a forward_backward."""
+    store = place.open()
+    store.add_run(run(), operation(0, kind="create_model"), b"create")
+    for seq_id, kind, cost in ((1, "forward_backward", 300), (2, "forward", 40), (3, "optim_step", 0)):
+        store.add_operation(operation(seq_id, kind=kind, cost_tokens=cost), b"command")
+    with store._write() as connection:
+        connection.execute(text("ALTER TABLE operations DROP COLUMN tokens"))
+        connection.execute(schema_version.update().values(version=2))
+    store.close()
+    rows = place.open().operations_of("s:train:0")
+    assert [(row.kind, row.cost_tokens, row.tokens) for row in rows] == [
+        ("create_model", 0, 0), ("forward_backward", 300, 100), ("forward", 40, 40), ("optim_step", 0, 0),
+    ]  # fmt: skip
+
+
+def test_a_database_of_version_1_is_upgraded_and_keeps_its_rows(tmp_path: Path) -> None:
+    """A column that a later version adds must be allowed to be empty, or have a default, for rows that exist."""
+    with sqlite3.connect(tmp_path / "tinkex.db") as old:
+        old.executescript((Path(__file__).parent / "version_1.sql").read_text())
+    old.close()
+    engine = create_engine(f"sqlite:///{tmp_path / 'tinkex.db'}")
+    rows: dict[str, list[Any]] = {"sessions": [session()], "runs": [run()], "operations": [operation(0), operation(1)]}
+    rows |= {"checkpoints": [checkpoint()], "samplers": [sampler()]}
+    with engine.begin() as connection:
+        for name, records in rows.items():
+            columns = {column["name"] for column in inspect(connection).get_columns(name)}
+            for record in records:
+                values = {field: value for field, value in values_of(record).items() if field in columns}
+                connection.execute(metadata.tables[name].insert().values(values))
+    engine.dispose()
+    with Store.open(f"sqlite:///{tmp_path / 'tinkex.db'}", tmp_path) as store:
+        assert_newest(store)
+        assert (store.get_session("s"), store.get_run("s:train:0")) == (session(), run())
+        assert store.operations_of("s:train:0") == [operation(0), operation(1)]
+        assert (store.get_checkpoint(checkpoint().path), store.get_sampler("s:sample:0")) == (checkpoint(), sampler())
+
+
+OPTIONAL = sorted(
+    (table.name, column.name) for table in metadata.tables.values() for column in table.columns if column.nullable
+)
+INDEXES = sorted((table.name, str(index.name)) for table in metadata.tables.values() for index in table.indexes)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.sampled_from(OPTIONAL)), st.sets(st.sampled_from(INDEXES)), st.data())
+def test_whatever_an_older_version_lacks_is_added_and_all_rows_stay(
+    columns: set[tuple[str, str]], indexes: set[tuple[str, str]], data: st.DataObject
+) -> None:
+    version = data.draw(st.integers(0, len(migrations.MIGRATIONS) - 1))
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/tinkex.db"
+        with Store.open(url, Path(folder)) as store:
+            store.add_session(session())
+            store.add_run(run(), operation(0), b"create")
+            store.add_checkpoint(checkpoint())
+            store.add_sampler(sampler())
+            with store._write() as connection:
+                changed = {table for table, _ in columns}
+                for table, name in INDEXES:
+                    if (table, name) in indexes or table in changed:  # SQLite drops no column that an index uses
+                        connection.execute(text(f"DROP INDEX {name}"))
+                for table, column in columns:
+                    connection.execute(text(f"ALTER TABLE {table} DROP COLUMN {column}"))
+                connection.execute(schema_version.update().values(version=version))
+        with Store.open(url, Path(folder)) as store:
+            assert_newest(store)
+            # The columns that were dropped held nothing, so that all records are as they were.
+            assert (store.get_session("s"), store.get_run("s:train:0")) == (session(), run())
+            assert store.operations_of("s:train:0") == [operation(0)]
+            assert store.get_checkpoint(checkpoint().path) == checkpoint()
+            assert store.get_sampler("s:sample:0") == sampler()
+            if ("payloads", "content") not in columns:
+                assert store.command("s:train:0/0") == b"create"
+
+
+def assert_newest(store: Store) -> None:
+    with store._read() as connection:
+        inspector = inspect(connection)
+        for table in metadata.tables.values():
+            assert {column["name"] for column in inspector.get_columns(table.name)} == set(table.columns.keys())
+            names = {str(index["name"]) for index in inspector.get_indexes(table.name)}
+            assert {index.name for index in table.indexes} <= names
+        assert connection.scalars(select(schema_version.c.version)).all() == [len(migrations.MIGRATIONS)]
+
+
+def test_each_migration_runs_once_and_in_order(place: Place) -> None:
     ran: list[int] = []
     steps = [lambda connection, n=n: ran.append(n) for n in (1, 2, 3, 4)]
     store = place.open()
@@ -79,20 +164,20 @@ def test_each_step_runs_once_and_in_order(place: Place) -> None:
     assert ran == [3, 4]
 
 
-def test_a_step_that_fails_leaves_the_database_as_it_was(place: Place) -> None:
+def test_a_migration_that_fails_leaves_the_database_as_it_was(place: Place) -> None:
     other = MetaData()
     Table("later", other, Column("name", Text))
 
     def fails(connection: Connection) -> None:
-        migrations.complete(connection, other)
+        migrations.add_missing(connection, other)
         raise RuntimeError("no power")
 
     store = place.open()
     with pytest.raises(RuntimeError), store._write() as connection:
-        migrations.migrate(connection, [*migrations.STEPS, fails])
+        migrations.migrate(connection, [*migrations.MIGRATIONS, fails])
     with store._read() as connection:
         assert "later" not in inspect(connection).get_table_names()
-        assert connection.scalar(select(schema_version.c.version)) == len(migrations.STEPS)
+        assert connection.scalar(select(schema_version.c.version)) == len(migrations.MIGRATIONS)
 
 
 def test_servers_that_open_a_fresh_database_together_all_get_in(place: Place) -> None:
@@ -177,7 +262,7 @@ def test_a_backup_is_a_database_of_one_file_with_every_row(sqlite_place: Place) 
     with Store.open(f"sqlite:///{target}", sqlite_place.data_dir) as copy:
         assert copy.command("s:train:0/0") == b"create"
         assert copy.last_seq("s:train:0") == 0
-    with pytest.raises(ConfigError, match=r"already there"):
+    with pytest.raises(ConfigError, match=r"exists already"):
         store.backup(target)
 
 
@@ -192,6 +277,6 @@ def test_additions_are_quoted_for_the_database(tmp_path: Path) -> None:
         connection.execute(text('CREATE TABLE "order" (id INTEGER)'))
         wanted = MetaData()
         Table("order", wanted, Column("id", Text), Column("group", Text))
-        migrations.complete(connection, wanted)
+        migrations.add_missing(connection, wanted)
         assert [column["name"] for column in inspect(connection).get_columns("order")] == ["id", "group"]
     engine.dispose()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.store.conftest import LARGE, Add, Place, operation, run, sampler
 from tinkex.errors import ValidationError
-from tinkex.store.payloads import INLINE_BYTES, Kept, Payloads
+from tinkex.store.payloads import MAX_INLINE_BYTES, Payloads, StoredPayload
 from tinkex.store.store import DiskFull, Duplicate, Store
 
 
@@ -27,26 +27,26 @@ def no_file_longer_than(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("size", [0, 1, INLINE_BYTES, INLINE_BYTES + 1, 3_000_000])
+@pytest.mark.parametrize("size", [0, 1, MAX_INLINE_BYTES, MAX_INLINE_BYTES + 1, 3_000_000])
 @pytest.mark.parametrize("is_synced", [False, True])
 def test_bytes_come_back_as_they_were(tmp_path: Path, size: int, is_synced: bool) -> None:
     payloads = Payloads(tmp_path, is_synced=is_synced)
     content = (b"0123456789abcdef" * (size // 16 + 1))[:size]
-    kept = payloads.keep(content)
-    assert (kept.file is None) == (size <= INLINE_BYTES)
+    kept = payloads.write(content)
+    assert (kept.file is None) == (size <= MAX_INLINE_BYTES)
     assert Payloads(tmp_path, is_synced=False).read(kept) == content
 
 
 def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
-    with no_file_longer_than(INLINE_BYTES), pytest.raises(OSError):
-        payloads.keep(LARGE)
+    with no_file_longer_than(MAX_INLINE_BYTES), pytest.raises(OSError):
+        payloads.write(LARGE)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_sweep_removes_what_no_row_names_and_nothing_else(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
-    named, orphan = payloads.keep(LARGE), payloads.keep(LARGE + b"!")
+    named, orphan = payloads.write(LARGE), payloads.write(LARGE + b"!")
     assert named.file is not None and orphan.file is not None
     unfinished = tmp_path / "ab" / "abcd.part"
     unfinished.parent.mkdir(exist_ok=True)
@@ -58,11 +58,11 @@ def test_a_sweep_removes_what_no_row_names_and_nothing_else(tmp_path: Path) -> N
 
 def test_removing_twice_is_no_fault(tmp_path: Path) -> None:
     payloads = Payloads(tmp_path, is_synced=False)
-    kept = payloads.keep(LARGE)
+    kept = payloads.write(LARGE)
     payloads.remove([kept.file, None])
     payloads.remove([kept.file])
     assert payloads.sweep(set()) == 0
-    assert payloads.read(Kept(b"in the row", None)) == b"in the row"
+    assert payloads.read(StoredPayload(b"in the row", None)) == b"in the row"
 
 
 def test_large_commands_and_results_survive_a_restart(place: Place, started: Store, add: Add) -> None:
@@ -122,7 +122,7 @@ def test_a_sweep_of_the_store_keeps_every_payload_in_use(place: Place, started: 
 
 
 def test_a_full_disk_under_a_payload_is_said_and_nothing_is_half_done(place: Place, started: Store, add: Add) -> None:
-    with no_file_longer_than(INLINE_BYTES), pytest.raises(DiskFull, match=r"disk is full.*tinkex gc"):
+    with no_file_longer_than(MAX_INLINE_BYTES), pytest.raises(DiskFull, match=r"disk is full.*tinkex gc"):
         add(1, LARGE + LARGE)
     assert started.get_operation("s:train:0/1") is None
     assert place.files() == []
@@ -137,12 +137,12 @@ def test_a_full_disk_under_sqlite_is_said_and_the_store_goes_on_afterwards(sqlit
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages + 4}")
     with pytest.raises(DiskFull):
-        store.add_operation(operation(1), b"x" * INLINE_BYTES)
+        store.add_operation(operation(1), b"x" * MAX_INLINE_BYTES)
     assert store.get_operation("s:train:0/1") is None
     with store._read() as connection:
         connection.exec_driver_sql("PRAGMA max_page_count = 100000")
-    store.add_operation(operation(1), b"x" * INLINE_BYTES)
-    assert store.command("s:train:0/1") == b"x" * INLINE_BYTES
+    store.add_operation(operation(1), b"x" * MAX_INLINE_BYTES)
+    assert store.command("s:train:0/1") == b"x" * MAX_INLINE_BYTES
 
 
 def test_the_store_may_be_opened_used_and_closed_by_different_threads(sqlite_place: Place) -> None:

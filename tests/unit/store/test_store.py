@@ -10,7 +10,7 @@ import pytest
 from tests.unit.store.conftest import Add, Place, checkpoint, operation, run, sampler, session
 from tinkex.errors import ValidationError
 from tinkex.store import journal
-from tinkex.store.records import AuditEntry, Key
+from tinkex.store.records import AuditEntry, KeyRecord
 from tinkex.store.store import Duplicate, Store
 
 RUN = "s:train:0"
@@ -50,14 +50,6 @@ def test_sessions_are_listed_newest_first_and_only_to_their_tenant(store: Store)
     assert [found.id for found in store.list_sessions("ann", 0, 100)] == ["s4", "s3", "s2", "s1", "s0"]
 
 
-def test_only_unfinished_sessions_that_fell_silent_are_idle(store: Store) -> None:
-    store.add_session(session("quiet", seen_at=1.0))
-    store.add_session(session("alive", seen_at=100.0))
-    store.add_session(session("done", seen_at=1.0))
-    store.finish_session("done", {})
-    assert [found.id for found in store.idle_sessions(50.0)] == ["quiet"]
-
-
 def test_a_search_compares_metadata_pairs_and_names(store: Store) -> None:
     store.add_session(session("a", created_at=1.0, user_metadata={"team": "x", "n": "1"}, display_name="Big RL run"))
     store.add_session(session("b", created_at=2.0, user_metadata={"team": "x"}, project_id="p"))
@@ -94,7 +86,7 @@ def test_pages_of_a_search_meet_exactly_when_their_cursor_travels_as_a_date(stor
 
 def test_a_run_and_its_creation_come_together(store: Store) -> None:
     given = run(seed=2**64 - 1, user_metadata={"renderer": "role_colon"})
-    creation = operation(0, kind="create_model", options={"base": "tiny"}, cost_tokens=5)
+    creation = operation(0, kind="create_model", options={"base": "tiny"}, cost_tokens=15, tokens=5)
     store.add_run(given, creation, b"frame")
     assert store.get_run(RUN) == given
     assert store.get_operation(f"{RUN}/0") == creation
@@ -218,7 +210,7 @@ def test_what_came_of_an_operation_is_kept_with_its_result(started: Store, add: 
 def test_if_one_part_of_a_finish_cannot_be_kept_none_is(started: Store, add: Add) -> None:
     started.add_sampler(sampler())
     add(1)
-    with pytest.raises(ValidationError, match=r"s:sample:0 is already there"):
+    with pytest.raises(ValidationError, match=r"s:sample:0 exists already"):
         started.finish(f"{RUN}/1", at=20.0, result=b"r", result_type="json", checkpoint=checkpoint(), sampler=sampler())
     assert [found.seq_id for found in started.queued()] == [1]
     assert started.result(f"{RUN}/1") is None
@@ -305,6 +297,21 @@ def test_a_checkpoint_is_kept_changed_and_forgotten(store: Store) -> None:
     assert store.get_checkpoint(given.path) is None
 
 
+def test_a_checkpoint_is_readable_by_its_tenant_or_if_published_until_it_expires(store: Store) -> None:
+    saved = checkpoint(expires_at=50.0)
+    store.add_checkpoint(saved)
+    assert store.get_live_checkpoint(saved.path, 49.0) == saved
+    assert store.get_readable_checkpoint(saved.path, "ann", 49.0) == saved
+    assert store.get_readable_checkpoint(saved.path, "bob", 49.0) is None
+    store.set_public(saved.path, True)
+    assert store.get_readable_checkpoint(saved.path, "bob", 49.0) == replace(saved, is_public=True)
+    for tenant in ("ann", "bob"):
+        assert store.get_readable_checkpoint(saved.path, tenant, 50.0) is None
+    assert store.get_live_checkpoint(saved.path, 50.0) is None
+    store.set_expiry(saved.path, None)
+    assert store.get_live_checkpoint(saved.path, 1e12) is not None
+
+
 def test_expired_checkpoints_are_not_listed_and_found_by_who_removes_them(store: Store) -> None:
     for number in range(4):
         store.add_checkpoint(checkpoint(f"c{number}", created_at=float(number)))
@@ -340,9 +347,9 @@ def test_every_folder_in_use_is_known(started: Store) -> None:
     assert started.all_folders() == {"checkpoints/a", "samplers/1", "snapshots/1"}
 
 
-def key(id: str, **values: object) -> Key:
+def key(id: str, **values: object) -> KeyRecord:
     given = {"sha256": f"hash-{id}", "tenant": "ann", "name": "laptop", "hint": "tml-abcd…wxyz", "created_at": 1.0}
-    return Key(id=id, **{**given, **values})  # type: ignore[arg-type]
+    return KeyRecord(id=id, **{**given, **values})  # type: ignore[arg-type]
 
 
 def test_a_key_is_found_by_its_hash_and_revoked_by_id_or_hint(store: Store) -> None:

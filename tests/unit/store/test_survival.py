@@ -84,7 +84,7 @@ def test_a_connection_lost_in_the_middle_is_said_and_the_payload_stays_for_the_s
     postgres_place: Place, postgres: PostgresServer
 ) -> None:
     store = postgres_place.open()
-    with pytest.raises(Unavailable, match=r"does not answer"), store._writing(LARGE) as (connection, _kept):
+    with pytest.raises(Unavailable, match=r"does not respond"), store._write_with_payload(LARGE) as (connection, _kept):
         pid = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
         with psycopg.connect(postgres.url(), autocommit=True) as other:
             other.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
@@ -104,11 +104,11 @@ def test_another_program_may_write_the_same_database_between_our_calls(place: Pl
 def test_a_program_that_does_not_let_go_of_sqlite_is_named_and_the_call_can_be_repeated(
     sqlite_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "BUSY_S", 0.05)
+    monkeypatch.setattr(database, "LOCK_WAIT_S", 0.05)
     store = sqlite_place.open()
     other = sqlite3.connect(sqlite_place.data_dir / "tinkex.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(Unavailable, match=r"Another program holds the database"):
+    with pytest.raises(Unavailable, match=r"Another program locks the database"):
         store.add_run(run(), operation(0), LARGE)
     assert store.get_run("s:train:0") is None, "reading goes on meanwhile"
     other.execute("COMMIT")
@@ -117,6 +117,7 @@ def test_a_program_that_does_not_let_go_of_sqlite_is_named_and_the_call_can_be_r
     assert store.command("s:train:0/0") == LARGE
 
 
+@pytest.mark.timing
 def test_a_small_operation_costs_little_of_the_ten_milliseconds_it_has(sqlite_place: Place) -> None:
     store: Store = sqlite_place.open()
     store.add_run(run(), operation(0), b"create")

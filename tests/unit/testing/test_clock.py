@@ -75,3 +75,25 @@ def test_an_automatic_clock_sleeps_in_no_time() -> None:
 
     asyncio.run(main())
     assert clock.now() == 3601 and clock.slept == [3600, 1]
+
+
+def test_a_paused_thread_continues_when_its_time_has_come() -> None:
+    clock = FakeClock()
+    thread = threading.Thread(target=clock.pause, args=(3.0,))
+    thread.start()
+    while not clock.slept:  # the pause begins
+        pass
+    with clock._changed:  # and holds the lock no more: it waits
+        pass
+    clock.advance(2.0)
+    thread.join(0.05)
+    assert thread.is_alive()
+    clock.advance(1.0)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_an_automatic_clock_pauses_no_time() -> None:
+    clock = FakeClock(start=5.0, auto=True)
+    clock.pause(3.0)
+    assert (clock.now(), clock.slept) == (8.0, [3.0])

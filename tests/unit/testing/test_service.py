@@ -165,7 +165,7 @@ def test_a_stream_brings_every_token_and_then_the_whole(client: Client) -> None:
     body = sample_body(client.sampler(), num_samples=2)
     got = client.post("sample_stream", body)
     assert got.headers["content-type"] == "text/event-stream" and got.body.startswith(b":")
-    *tokens, done = sse.Decoder().feed(got.body)
+    *tokens, done = sse.SSEDecoder().feed(got.body)
     assert {event.event for event in tokens} == {"token"} and done.event == "done"
     whole = json.loads(done.data)["sequences"]
     for index, sequence in enumerate(whole):
@@ -178,7 +178,7 @@ def test_a_stream_can_fail_and_can_break_off(client: Client, service: ScriptedSe
     sampler = client.sampler()
     service.script.on("sample_stream", nth=1, do=FailFuture("no luck", "server"))
     service.script.on("sample_stream", nth=2, do=Drop(when="mid_answer"))
-    events = sse.Decoder().feed(client.post("sample_stream", sample_body(sampler)).body)
+    events = sse.SSEDecoder().feed(client.post("sample_stream", sample_body(sampler)).body)
     assert [(event.event, json.loads(event.data)["error"]) for event in events] == [("error", "no luck")]
     client.connection.request("POST", "/api/v1/sample_stream", json.dumps(sample_body(sampler)))
     answer = client.connection.getresponse()

@@ -1,4 +1,4 @@
-"""ModelInput, its chunks and Datum. Rows T4, T15, and what is refused at once (defect 25)."""
+"""ModelInput, its chunks and Datum, and the input that is rejected at once."""
 
 from __future__ import annotations
 
@@ -256,6 +256,7 @@ def test_provenance_must_tile_the_input_and_the_targets() -> None:
             PromptProvenanceSpan.model_validate(bad)
 
 
+@pytest.mark.timing
 def test_256_datums_of_2048_tokens_are_built_in_a_blink() -> None:
     rows = [[(7 * row + 3 * place) % 150_000 for place in range(2048)] for row in range(256)]
 

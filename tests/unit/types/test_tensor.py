@@ -1,4 +1,4 @@
-"""TensorData: what becomes which dtype, what is refused, and that numbers survive. Rows T5, T14, T15."""
+"""TensorData: what becomes which dtype, what is rejected, and that numbers survive."""
 
 from __future__ import annotations
 

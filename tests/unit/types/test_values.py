@@ -1,4 +1,4 @@
-"""What all values share, and the words and defaults of single ones. Rows T1-T3, T6, T8-T11, T13; defects 25 and 26."""
+"""Behaviour that all values share, and the words and defaults of single ones."""
 
 from __future__ import annotations
 
@@ -309,7 +309,8 @@ def test_optimizers_are_read_by_type_and_an_unknown_one_keeps_its_fields() -> No
     with pytest.raises(ValidationError, match="DimuonParams has no 'rho'"):
         DimuonParams(learning_rate=1, rho=1)  # type: ignore[call-arg]
     info = {"model_id": "m", "model_data": {}, "optimizer_config": {"type": "sophia", "version": 3}}
-    assert GetInfoResponse.model_validate(info).optimizer_config.model_dump() == {"type": "sophia", "version": 3}
+    optimizer = GetInfoResponse.model_validate(info).optimizer_config
+    assert optimizer is not None and optimizer.model_dump() == {"type": "sophia", "version": 3}
     assert GetInfoResponse(model_id="m", model_data=types.ModelData()).optimizer_config == types.AdamOptimizerConfig()
 
 

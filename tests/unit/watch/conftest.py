@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -34,11 +35,11 @@ def training(service: tinkex.ServiceClient) -> tinkex.TrainingClient:
 
 def batch(length: int = 3, size: int = 4) -> list[tinkex.Datum]:
     tokens = list(range(1, length + 1))
-    inputs = {"target_tokens": tokens, "weights": [1.0] * length}
+    inputs: dict[str, Any] = {"target_tokens": tokens, "weights": [1.0] * length}
     return [tinkex.Datum(tinkex.ModelInput.from_ints(tokens), inputs)] * size
 
 
-def train(training: tinkex.TrainingClient, data: list[tinkex.Datum] | None = None) -> tinkex.APIFuture[object]:
+def train(training: tinkex.TrainingClient, data: list[tinkex.Datum] | None = None) -> tinkex.APIFuture[Any]:
     """One step; nobody waits for it here."""
     training.forward_backward(batch() if data is None else data, "cross_entropy")
     return training.optim_step(tinkex.AdamParams(learning_rate=1e-2))

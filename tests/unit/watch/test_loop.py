@@ -27,12 +27,12 @@ def quiet(training: tinkex.TrainingClient, steps: int | None = None, **options: 
 
 
 def test_iterating_gives_the_steps_and_a_record_of_each(training: tinkex.TrainingClient) -> None:
-    given = []
+    steps = []
     with quiet(training, 4) as progress:
         for step in progress:
-            given.append(step)
+            steps.append(step)
             train(training).result()
-    assert given == [0, 1, 2, 3]
+    assert steps == [0, 1, 2, 3]
     assert progress.stopped_by == "steps"
     assert [record.step for record in progress.history] == [1, 2, 3, 4]
     assert [record.tokens for record in progress.history] == [12] * 4
@@ -44,7 +44,7 @@ def test_iterating_gives_the_steps_and_a_record_of_each(training: tinkex.Trainin
     assert progress.cost is None
 
 
-def test_a_loop_that_waits_for_nothing_is_counted_to_its_end(training: tinkex.TrainingClient) -> None:
+def test_a_loop_that_never_waits_is_counted_to_its_end(training: tinkex.TrainingClient) -> None:
     with quiet(training, 20) as progress:
         for _ in progress:
             train(training)
@@ -52,7 +52,7 @@ def test_a_loop_that_waits_for_nothing_is_counted_to_its_end(training: tinkex.Tr
     assert len(progress.history) == 20
 
 
-def test_without_iterating_the_optim_steps_count(training: tinkex.TrainingClient) -> None:
+def test_without_iterating_the_optim_steps_are_counted(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     with quiet(training, file=file) as progress:
         for _ in range(3):
@@ -71,26 +71,26 @@ def test_several_optim_steps_or_none_in_a_step_of_the_loop_are_one_step(training
     assert len(progress.history) == 2 * 0 + 2 * 1 + 2 * 2
 
 
-def test_a_resumed_loop_goes_on_where_it_was(training: tinkex.TrainingClient) -> None:
+def test_a_resumed_loop_continues_where_it_was(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     with quiet(training, 10, start=7, file=file) as progress:
-        given = []
+        steps = []
         for step in progress:
-            given.append(step)
+            steps.append(step)
             train(training).result()
-    assert given == [7, 8, 9]
+    assert steps == [7, 8, 9]
     assert [record.step for record in progress.history] == [8, 9, 10]
     assert file.getvalue().startswith("10 steps · ")
 
 
-def test_a_for_loop_alone_begins_and_ends_it(training: tinkex.TrainingClient) -> None:
+def test_a_for_loop_without_with_starts_and_ends_it(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     for _ in quiet(training, 2, file=file):
         train(training)
     assert file.getvalue().startswith("2 steps · loss ")
 
 
-def test_a_for_loop_alone_that_fails_says_where_it_was(training: tinkex.TrainingClient) -> None:
+def test_a_for_loop_without_with_reports_where_it_failed(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     try:
         for step in quiet(training, 5, file=file):
@@ -101,7 +101,7 @@ def test_a_for_loop_alone_that_fails_says_where_it_was(training: tinkex.Training
     assert file.getvalue().startswith("stopped in step 2 of 5 · loss ")
 
 
-def test_a_loop_left_early_says_how_far_it_came(training: tinkex.TrainingClient) -> None:
+def test_a_loop_left_early_reports_how_far_it_came(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     with quiet(training, 5, file=file) as progress:
         for step in progress:
@@ -112,7 +112,7 @@ def test_a_loop_left_early_says_how_far_it_came(training: tinkex.TrainingClient)
     assert progress.stopped_by == ""
 
 
-def test_an_exception_passes_and_the_last_line_says_where_it_was(training: tinkex.TrainingClient) -> None:
+def test_an_exception_propagates_and_the_last_line_says_where_it_happened(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     with pytest.raises(ZeroDivisionError), quiet(training, 5, file=file) as progress:
         for step in progress:
@@ -121,7 +121,7 @@ def test_an_exception_passes_and_the_last_line_says_where_it_was(training: tinke
     assert file.getvalue().startswith("stopped in step 3 of 5 by ZeroDivisionError · loss ")
 
 
-def test_only_this_clients_work_counts_and_only_from_its_beginning(
+def test_only_calls_of_this_client_after_the_start_count(
     service: tinkex.ServiceClient, training: tinkex.TrainingClient
 ) -> None:
     other = service.create_lora_training_client(MODEL, rank=4)
@@ -159,8 +159,13 @@ def test_each_kind_of_tokens_has_its_price(service: tinkex.ServiceClient, traini
 
 @pytest.mark.slow
 def test_a_custom_loss_pays_for_both_of_its_passes(training: tinkex.TrainingClient) -> None:
+    import torch
+
+    def loss(data: list[tinkex.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -torch.stack([lp.sum() for lp in logprobs]).sum(), {}
+
     with quiet(training, prices=PRICES) as progress:
-        training.forward_backward_custom(batch(), lambda data, logprobs: (-sum(lp.sum() for lp in logprobs), {}))
+        training.forward_backward_custom(batch(), loss)
         training.optim_step(tinkex.AdamParams(learning_rate=1e-2))
     assert progress.cost == pytest.approx(0.0012 + 0.012)
     assert progress.history[0].loss is not None
@@ -187,7 +192,7 @@ def test_a_streamed_sample_counts_once(service: tinkex.ServiceClient, training: 
     assert progress.tokens == 9
 
 
-def test_a_model_without_a_price_is_told_and_not_guessed(
+def test_a_model_without_a_price_is_reported_and_not_guessed(
     service: tinkex.ServiceClient, training: tinkex.TrainingClient
 ) -> None:
     teacher = service.create_sampling_client(base_model=TEACHER)
@@ -199,7 +204,7 @@ def test_a_model_without_a_price_is_told_and_not_guessed(
     assert file.getvalue().endswith(" · ≥ $0.012 · 9 tokens of tinkex/teacher without a price\n")
 
 
-def test_the_budget_ends_the_loop_before_the_step_that_would_pass_it(
+def test_the_budget_ends_the_loop_before_the_step_that_would_exceed_it(
     scripted: ScriptedService, training: tinkex.TrainingClient
 ) -> None:
     file = io.StringIO()
@@ -214,14 +219,14 @@ def test_the_budget_ends_the_loop_before_the_step_that_would_pass_it(
     assert len(scripted.executed) == 8, "everything that was sent has ended"
 
 
-def test_a_budget_that_is_met_exactly_is_used_up_whole(training: tinkex.TrainingClient) -> None:
+def test_a_budget_is_used_up_to_the_last_step_that_fits(training: tinkex.TrainingClient) -> None:
     with quiet(training, 100, prices=PRICES, budget=0.12) as progress:
         for _ in progress:
             train(training)
     assert progress.step == 10
 
 
-def test_steps_of_growing_cost_pass_the_budget_by_less_than_one_step(training: tinkex.TrainingClient) -> None:
+def test_steps_of_growing_cost_exceed_the_budget_by_less_than_one_step(training: tinkex.TrainingClient) -> None:
     costs = []
     with quiet(training, 100, prices=PRICES, budget=0.5) as progress:
         for step in progress:
@@ -231,7 +236,7 @@ def test_steps_of_growing_cost_pass_the_budget_by_less_than_one_step(training: t
     assert costs[-1] <= 0.5 + (costs[-1] - costs[-2])
 
 
-def test_without_iterating_a_passed_budget_is_a_warning(training: tinkex.TrainingClient) -> None:
+def test_without_iterating_an_exceeded_budget_is_a_warning(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     with quiet(training, prices=PRICES, budget=0.02, every_s=0.01, file=file) as progress:
         assert not progress.is_over_budget
@@ -240,10 +245,10 @@ def test_without_iterating_a_passed_budget_is_a_warning(training: tinkex.Trainin
         assert progress.is_over_budget
     said = [line for line in file.getvalue().splitlines() if "budget" in line]
     assert len(said) == 1
-    assert said[0].startswith("The budget of $0.020 is passed: $0.0")
+    assert said[0].startswith("The budget of $0.020 is exceeded: $0.0")
 
 
-def test_the_estimate_is_what_it_comes_to(training: tinkex.TrainingClient) -> None:
+def test_the_estimated_cost_equals_the_final_cost(training: tinkex.TrainingClient) -> None:
     with quiet(training, 10, prices=PRICES) as progress:
         assert progress.expected_cost is None
         for step in progress:
@@ -253,7 +258,7 @@ def test_the_estimate_is_what_it_comes_to(training: tinkex.TrainingClient) -> No
     assert progress.expected_cost == progress.cost == pytest.approx(0.12)
 
 
-def test_an_unknown_model_a_budget_without_prices_and_nonsense_are_refused(training: tinkex.TrainingClient) -> None:
+def test_invalid_arguments_are_rejected(training: tinkex.TrainingClient) -> None:
     with pytest.raises(tinkex.ConfigError, match=r"has no 'tinkex/tiny'. It has: a/b, c/d\."):
         tinkex.progress(training, prices=dict.fromkeys(("c/d", "a/b"), PRICES[MODEL]))
     with pytest.raises(tinkex.ConfigError, match="pass prices="):
@@ -278,7 +283,7 @@ def test_a_client_that_does_not_know_its_model_is_asked(training: tinkex.Trainin
     assert progress.cost == pytest.approx(0.012)
 
 
-def test_what_the_caller_notes_is_shown_and_drawn(training: tinkex.TrainingClient) -> None:
+def test_the_callers_notes_are_shown_and_drawn(training: tinkex.TrainingClient) -> None:
     file = io.StringIO()
     with quiet(training, 3, file=file) as progress:
         for step in progress:
@@ -291,7 +296,7 @@ def test_what_the_caller_notes_is_shown_and_drawn(training: tinkex.TrainingClien
         progress.curve("rewrad")
 
 
-def test_in_an_async_program_the_loop_stays_free(scripted: ScriptedService, training: tinkex.TrainingClient) -> None:
+def test_an_async_program_is_not_blocked(scripted: ScriptedService, training: tinkex.TrainingClient) -> None:
     scripted.script.on("optim_step", nth=3, do=Work(0.4))
     ticks = 0
 
@@ -315,7 +320,7 @@ def test_in_an_async_program_the_loop_stays_free(scripted: ScriptedService, trai
     assert ticks > 5
 
 
-def test_ctrl_c_while_the_last_work_is_awaited_ends_it_with_a_line(
+def test_ctrl_c_during_the_last_wait_still_prints_the_last_line(
     scripted: ScriptedService, training: tinkex.TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted.script.on("optim_step", do=Pending(times=10_000))
@@ -333,7 +338,7 @@ def test_ctrl_c_while_the_last_work_is_awaited_ends_it_with_a_line(
     assert file.getvalue().startswith("stopped in step 1 of 1 by KeyboardInterrupt · ")
 
 
-def test_nobody_listens_and_no_thread_draws_after_the_end(training: tinkex.TrainingClient) -> None:
+def test_listeners_and_thread_are_removed_at_the_end(training: tinkex.TrainingClient) -> None:
     before = dict(tinkex.events._listeners)
     with quiet(training, 1):
         assert dict(tinkex.events._listeners) != before
@@ -344,7 +349,7 @@ def test_nobody_listens_and_no_thread_draws_after_the_end(training: tinkex.Train
             assert not thread.is_alive()
 
 
-def test_a_program_that_ends_in_the_middle_ends_at_once_and_quietly(scripted: ScriptedService) -> None:
+def test_exit_in_the_middle_of_a_loop_is_immediate_and_silent(scripted: ScriptedService) -> None:
     program = f"""
 import sys, tinkex
 service = tinkex.ServiceClient(base_url={scripted.url!r}, api_key="tml-progress", telemetry=False)
@@ -359,7 +364,8 @@ sys.exit(3)
     assert "Traceback" not in done.stderr
 
 
-def test_the_end_of_the_interpreter_waits_for_no_lock_of_a_screen(training: tinkex.TrainingClient) -> None:
+@pytest.mark.timing
+def test_interpreter_exit_does_not_wait_for_a_stopped_terminal(training: tinkex.TrainingClient) -> None:
     """A thread that is caught in the middle keeps its lock for ever; one that a stopped terminal holds up, too."""
 
     class Stopped(io.StringIO):
@@ -395,7 +401,7 @@ def test_a_forked_child_neither_draws_nor_waits_for_its_parents_work(
     assert file.getvalue().startswith("1 step · ")
 
 
-def test_the_name_is_a_function_that_pickles_and_outlives_imports() -> None:
+def test_tinkex_progress_is_a_function_that_pickles() -> None:
     import tinkex.watch.progress
 
     assert callable(tinkex.progress)
@@ -403,7 +409,7 @@ def test_the_name_is_a_function_that_pickles_and_outlives_imports() -> None:
     assert "progress" in tinkex.__all__
 
 
-def test_tokens_are_counted_only_while_someone_listens(training: tinkex.TrainingClient) -> None:
+def test_tokens_are_counted_only_while_there_are_listeners(training: tinkex.TrainingClient) -> None:
     seen: list[tinkex.events.StepEvent] = []
     future = training.forward_backward(batch(), "cross_entropy")
     stop = tinkex.on("step", seen.append)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 import zstandard
@@ -45,7 +46,7 @@ def test_gzip_is_read(encoding: str) -> None:
 
 
 @pytest.mark.parametrize(("pack", "encoding"), [(zstandard.compress, "zstd"), (gzip.compress, "gzip")])
-def test_a_bomb_is_stopped_at_the_limit(pack, encoding: str) -> None:
+def test_a_bomb_is_stopped_at_the_limit(pack: Callable[[bytes], bytes], encoding: str) -> None:
     bomb = pack(bytes(50_000_000))
     with pytest.raises(ValidationError, match="more than 1,000,000 bytes"):
         decompress(bomb, encoding, limit_bytes=1_000_000)
@@ -66,7 +67,7 @@ def test_a_zstd_bomb_never_unfolds_in_memory() -> None:
 
 
 @pytest.mark.parametrize(("pack", "encoding"), [(zstandard.compress, "zstd"), (gzip.compress, "gzip")])
-def test_content_that_is_cut_or_broken_is_refused(pack, encoding: str) -> None:
+def test_content_that_is_cut_or_broken_is_refused(pack: Callable[[bytes], bytes], encoding: str) -> None:
     whole = pack(bytes(range(256)) * 100)
     with pytest.raises(ValidationError, match="breaks off"):
         decompress(whole[:-5], encoding)

@@ -9,7 +9,7 @@ from tinkex.errors import ValidationError
 from tinkex.wire import endpoints
 from tinkex.wire.endpoints import ALL, Pool
 
-# What protocol §1.6 and §5.2 list, with the calls of our own service at the end.
+# The calls of the official service, then those that only ours has.
 PUBLISHED = """
 POST client/config · POST client/dynamic_config · POST auth/token · POST create_session · POST session_heartbeat
 POST sessions/{session_id}/finish · POST create_sampling_session · POST join_sampling_session · POST create_model

@@ -1,4 +1,4 @@
-"""Answers to retrieve_future: a union of five, one decoder (row T12), in JSON and in protobuf."""
+"""Responses of retrieve_future: a union of five, one decoder, in JSON and in protobuf."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from tinkex.errors import (
-    APIResponseValidationError,
-    BadRequestError,
-    InternalServerError,
-    RateLimitError,
-    RequestErrorCategory,
-    ResultExpired,
-)
+from tinkex.errors import APIResponseValidationError, RequestErrorCategory
 from tinkex.types import ForwardBackwardOutput, OptimStepResponse, SampledSequence, SampleResponse, TensorData
 from tinkex.wire import proto_codec
 from tinkex.wire.envelope import Accepted, Done, Failed, Metadata, Pending, TryAgain, read, read_accepted
@@ -169,26 +162,6 @@ def test_an_answer_that_fits_nothing_names_the_request(headers: Any, content: by
         read(200, headers, content, result_type, "r-1")
     assert caught.value.status_code == 200
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-def test_a_result_that_is_gone_is_its_own_error() -> None:
-    with pytest.raises(ResultExpired, match="r-1"):
-        answer({"detail": "expired"}, 410)
-
-
-@pytest.mark.parametrize(
-    ("status", "error"),
-    [(400, BadRequestError), (429, RateLimitError), (500, InternalServerError), (503, InternalServerError)],
-)
-def test_any_other_status_is_its_typed_error_with_the_body(status: int, error: type[Exception]) -> None:
-    with pytest.raises(error) as caught:
-        answer({"detail": "because"}, status)
-    assert caught.value.body == {"detail": "because"}  # type: ignore[attr-defined]
-
-
-def test_an_error_page_is_kept_as_text() -> None:
-    with pytest.raises(InternalServerError, match="Bad gateway"):
-        read(502, {"content-type": "text/html"}, b"<h1>Bad gateway</h1>", OptimStepResponse)
 
 
 def test_an_accepted_submission_names_its_request_and_sequences() -> None:

@@ -1,4 +1,4 @@
-"""JSON: three states per field (row T8), no silent NaN, and answers that do not fit say why."""
+"""JSON: three states per field, no silent NaN, and answers that do not fit say why."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ plain = st.recursive(
     | st.booleans()
     | st.integers(-(2**63), 2**64 - 1)
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=("Cs",))),
+    | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(exclude_categories=("Cs",))), inner)
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
     ),
     max_leaves=12,
 )

@@ -7,7 +7,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -35,12 +35,13 @@ from tinkex.types import (
 )
 from tinkex.wire import proto_codec, proto_writer
 from tinkex.wire import tinkex_pb2 as pb
+from tinkex.wire.proto_tensor import read_tensor
 
 ROOT = Path(__file__).resolve().parents[3]
 
 # ── Values of every shape
 
-ids = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8)
+ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 float32s = st.floats(width=32, allow_nan=False)
 int64s = st.integers(-(2**63), 2**63 - 1)
@@ -48,6 +49,7 @@ int64s = st.integers(-(2**63), 2**63 - 1)
 
 @st.composite
 def tensors(draw: st.DrawFn) -> TensorData:
+    dtype: Any
     dtype, numbers = draw(st.sampled_from([("int64", int64s), ("float32", float32s)]))
     kind = draw(st.sampled_from(["flat", "shaped", "sparse"]))
     if kind == "flat":
@@ -74,7 +76,7 @@ spans = st.lists(
     min_size=1,
     max_size=3,
 )
-inputs = st.dictionaries(st.text(st.characters(exclude_categories=("Cs",)), max_size=8), tensors(), max_size=3)
+inputs = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), tensors(), max_size=3)
 datums = st.builds(
     lambda run, tensors, pair: Datum(ModelInput(chunks=run), tensors, *pair),
     st.lists(chunks, max_size=3),
@@ -82,7 +84,7 @@ datums = st.builds(
     st.just((None, None)) | st.tuples(spans, spans),
 )
 configs = st.dictionaries(
-    st.text(st.characters(exclude_categories=("Cs",))), st.floats(allow_nan=False) | ids, max_size=3
+    st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False) | ids, max_size=3
 )
 
 
@@ -92,7 +94,7 @@ def test_a_training_request_reads_back_as_it_was_made(
 ) -> None:
     content = proto_codec.encode_forward_backward(model_id, seq_id, data, loss_fn, config, forward_only)
     batch = ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config or None)
-    ids = {"model_id": model_id, "seq_id": seq_id}
+    ids: dict[str, Any] = {"model_id": model_id, "seq_id": seq_id}
     expected = (
         ForwardRequest(forward_input=batch, **ids)
         if forward_only
@@ -158,22 +160,22 @@ def test_dimensions_that_a_client_overrides_are_read() -> None:
     content = pb.ForwardBackwardRequest(loss_fn="x", data=[{"model_input": [chunk]}]).SerializeToString()
     read = proto_codec.decode_forward_backward_request(content)
     (image,) = read.forward_backward_input.data[0].model_input.chunks  # type: ignore[union-attr]
-    assert (image.width, image.height) == (6, 4)
+    assert isinstance(image, ImageChunk) and (image.width, image.height) == (6, 4)
 
 
 def test_a_tensor_without_a_shape_stays_without_one() -> None:
     tensor = request_of(text_datum(weights=TensorData([0.5, 1.0], "float32"))).data[0].loss_fn_inputs["weights"]
     assert list(tensor.shape) == []
-    assert proto_codec.read_tensor(tensor) == TensorData([0.5, 1.0], "float32")
-    assert proto_codec.read_tensor(tensor).tolist() == [0.5, 1.0]
+    assert read_tensor(tensor) == TensorData([0.5, 1.0], "float32")
+    assert read_tensor(tensor).tolist() == [0.5, 1.0]
 
 
 def test_narrow_dtypes_are_widened_on_the_way_in() -> None:
     int32 = pb.Tensor(dense=struct.pack("<3i", 1, -2, 2**31 - 1), dtype=pb.DTYPE_INT32, shape=[3])
-    assert proto_codec.read_tensor(int32) == TensorData([1, -2, 2**31 - 1], "int64", [3])
+    assert read_tensor(int32) == TensorData([1, -2, 2**31 - 1], "int64", [3])
     halves = b"".join(struct.pack("<f", value)[2:] for value in (1.0, -0.5, math.inf))
     bfloat16 = pb.Tensor(dense=halves, dtype=pb.DTYPE_BFLOAT16, shape=[3, 1])
-    assert proto_codec.read_tensor(bfloat16) == TensorData([1.0, -0.5, math.inf], "float32", [3, 1])
+    assert read_tensor(bfloat16) == TensorData([1.0, -0.5, math.inf], "float32", [3, 1])
 
 
 @pytest.mark.parametrize(
@@ -229,9 +231,9 @@ def test_decoding_wraps_the_bytes_of_protobuf_instead_of_copying_them() -> None:
         dense = message.dense
 
         def HasField(self, name: str) -> bool:
-            return message.HasField(name)
+            return bool(message.HasField(name))
 
-    assert proto_codec.read_tensor(Watched()).buffer is Watched.dense
+    assert read_tensor(cast("Any", Watched())).buffer is Watched.dense
 
 
 def test_the_outputs_of_many_datums_share_one_buffer() -> None:
@@ -348,7 +350,7 @@ sequences = st.builds(
     lambda reason, pairs, with_logprobs: SampledSequence(
         stop_reason=reason,
         tokens=[token for token, _ in pairs],
-        **({"logprobs": [value for _, value in pairs]} if with_logprobs else {}),
+        **cast("dict[str, Any]", {"logprobs": [value for _, value in pairs]} if with_logprobs else {}),
     ),
     st.sampled_from(["stop", "length"]),
     st.lists(st.tuples(st.integers(0, 2**31 - 1), float32s), max_size=5),

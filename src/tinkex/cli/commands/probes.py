@@ -1,6 +1,6 @@
-"""What `tinkex doctor` looks at, from the name of the service to its clock. Every probe ends within 5 seconds.
+"""The checks of `tinkex doctor`, from the service's host name to its clock. Every check ends within 5 seconds.
 
-A probe gives findings and raises nothing: what went wrong is the finding, with what to do about it.
+A check returns findings and raises nothing: an error becomes a finding with advice on how to fix it.
 """
 
 from __future__ import annotations
@@ -8,17 +8,13 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from tinkex import settings
-from tinkex.client._calls.call import send
-from tinkex.client._http.dial import tls_context
-from tinkex.client._http.transport import Answer
-from tinkex.client._runtime.link import Connection
-from tinkex.client._runtime.operation import Operation
+from tinkex.client.diagnose import ServiceProbe, tls_context
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, TinkexError
 from tinkex.redact import redact
@@ -30,12 +26,12 @@ from tinkex.wire.dialect import Dialect
 PROBE_S = 5.0
 SKEW_WARN_S = 30.0
 SKEW_FAIL_S = 300.0
-"""Access tokens are renewed five minutes before they end: a clock that far off uses dead ones."""
+"""Access tokens are renewed five minutes before they expire: a clock that far off uses expired ones."""
 T = TypeVar("T")
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at. `status`: ok, warn or FAIL."""
+    """The result of one check. `status`: ok, warn or FAIL."""
 
     check: str
     status: str
@@ -44,7 +40,7 @@ class Finding(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where packets go first: the service itself, or a proxy."""
+    """The host to connect to: the service itself, or a proxy."""
 
     host: str
     port: int
@@ -59,36 +55,36 @@ def route_to(config: Config) -> Route:
     if proxy is None:
         return Route(host, parts.port or (443 if is_tls else 80), is_tls, None)
     through = urlsplit(proxy)
-    name = f"{through.hostname}:{through.port or 80}"  # without the password that may stand in it
+    name = f"{through.hostname}:{through.port or 80}"  # without the password that the address may contain
     return Route(through.hostname or "", through.port or 80, False, name)
 
 
 def network(config: Config) -> tuple[list[Finding], bool]:
-    """DNS, TCP and TLS on the way to the service; and whether it speaks HTTP/2."""
+    """Check DNS, TCP and TLS; also return whether the service supports HTTP/2."""
     route = route_to(config)
     to = f"the proxy {route.proxy}" if route.proxy else f"{route.host}:{route.port}"
-    found: list[Finding] = []
+    findings: list[Finding] = []
     is_http2 = False
     try:
         addresses, took_s = _timed(lambda: socket.getaddrinfo(route.host, route.port, type=socket.SOCK_STREAM))
         shown = ", ".join(sorted({str(address[4][0]) for address in addresses}))
-        found.append(Finding("DNS", "ok", f"{route.host} is {shown} ({took_s * 1000:.0f} ms)"))
-    except OSError as problem:
+        findings.append(Finding("DNS", "ok", f"{route.host} is {shown} ({took_s * 1000:.0f} ms)"))
+    except OSError as error:
         remedy = "Check base_url, this machine's DNS, and whether a VPN is needed."
-        return [Finding("DNS", "FAIL", f"{route.host} cannot be found: {_reason(problem)}", remedy)], False
+        return [Finding("DNS", "FAIL", f"{route.host} cannot be found: {_reason(error)}", remedy)], False
     try:
         took_s = _timed(lambda: socket.create_connection((route.host, route.port), PROBE_S).close())[1]
-        found.append(Finding("TCP", "ok", f"{to} accepts connections ({took_s * 1000:.0f} ms)"))
+        findings.append(Finding("TCP", "ok", f"{to} accepts connections ({took_s * 1000:.0f} ms)"))
     except ConnectionRefusedError:
-        remedy = "Nothing listens there: is the service running, and is the port right?"
-        return [*found, Finding("TCP", "FAIL", f"{to} refuses connections", remedy)], False
-    except OSError as problem:
-        remedy = "A firewall may swallow the packets; behind a company proxy set TINKEX_PROXY."
-        return [*found, Finding("TCP", "FAIL", f"{to} does not answer: {_reason(problem)}", remedy)], False
+        remedy = "Nothing listens there. Is the service running, and is the port right?"
+        return [*findings, Finding("TCP", "FAIL", f"{to} refuses connections", remedy)], False
+    except OSError as error:
+        remedy = "A firewall may drop the packets; behind a company proxy set TINKEX_PROXY."
+        return [*findings, Finding("TCP", "FAIL", f"{to} does not respond: {_reason(error)}", remedy)], False
     if route.is_tls:
         finding, is_http2 = _tls(config, route)
-        found.append(finding)
-    return found, is_http2
+        findings.append(finding)
+    return findings, is_http2
 
 
 def _tls(config: Config, route: Route) -> tuple[Finding, bool]:
@@ -103,43 +99,43 @@ def _tls(config: Config, route: Route) -> tuple[Finding, bool]:
     try:
         context = tls_context(config.ca_file)
         (version, protocol, expires), took_s = _timed(shake)
-    except ConfigError as problem:
-        return Finding("TLS", "FAIL", str(problem), "Set TINKEX_CA_FILE to a file of certificates (PEM)."), False
-    except ssl.SSLCertVerificationError as problem:
-        remedy = "Behind a company proxy, set TINKEX_CA_FILE to the file of its certificate authority."
-        return Finding("TLS", "FAIL", f"the certificate is not trusted: {problem.verify_message}", remedy), False
-    except OSError as problem:
-        remedy = "Is this an https address? A service on this machine usually is http://127.0.0.1:PORT."
-        return Finding("TLS", "FAIL", f"no encrypted connection: {_reason(problem)}", remedy), False
+    except ConfigError as error:
+        return Finding("TLS", "FAIL", str(error), "Set TINKEX_CA_FILE to a file of certificates (PEM)."), False
+    except ssl.SSLCertVerificationError as error:
+        remedy = "Behind a company proxy, set TINKEX_CA_FILE to the certificate file of its authority."
+        return Finding("TLS", "FAIL", f"the certificate is not trusted: {error.verify_message}", remedy), False
+    except OSError as error:
+        remedy = "Is this an https address? A service on this machine is usually http://127.0.0.1:PORT."
+        return Finding("TLS", "FAIL", f"no encrypted connection: {_reason(error)}", remedy), False
     days = (expires - REAL.wall()) / 86400
-    detail = f"{version}, {protocol or 'http/1.1'}, certificate good for {days:.0f} days ({took_s * 1000:.0f} ms)"
+    detail = f"{version}, {protocol or 'http/1.1'}, certificate valid for {days:.0f} days ({took_s * 1000:.0f} ms)"
     if days < 7:
         return Finding(
-            "TLS", "warn", detail, "Tell whoever runs the service to renew its certificate."
+            "TLS", "warn", detail, "Ask the operator of the service to renew its certificate."
         ), protocol == "h2"
     return Finding("TLS", "ok", detail), protocol == "h2"
 
 
-def http(connection: Connection) -> tuple[list[Finding], bool]:
-    """Whether the service answers, and what its clock says."""
+def http(connection: ServiceProbe) -> tuple[list[Finding], bool]:
+    """Check that the service responds, and compare its clock with ours."""
     started = REAL.now()
     try:
-        answer = _ask(connection, endpoints.HEALTHZ)
+        answer = connection.ask(endpoints.HEALTHZ)
     except TinkexError as problem:
-        remedy = "The address answers, but not with HTTP. Check base_url, and any proxy between here and there."
+        remedy = "The address responds, but not with HTTP. Check base_url, and any proxy in between."
         return [Finding("HTTP", "FAIL", redact(str(problem)), remedy)], False
     took_s = REAL.now() - started
     detail = f"GET {endpoints.HEALTHZ.path} answered {answer.status} ({took_s * 1000:.0f} ms)"
-    found = [Finding("HTTP", "ok", detail)]
+    findings = [Finding("HTTP", "ok", detail)]
     if answer.status >= 500:
-        found = [Finding("HTTP", "FAIL", detail, "The service is up but not well, or still starting. Try again soon.")]
+        findings = [Finding("HTTP", "FAIL", detail, "The service is starting, or it has a fault. Try again soon.")]
     elif answer.status >= 400:
-        found = [Finding("HTTP", "ok", f"{detail}; the service has no health check")]
-    return [*found, clock(answer.headers.get("date"), REAL.wall() - took_s / 2)], True
+        findings = [Finding("HTTP", "ok", f"{detail}; the service has no health check")]
+    return [*findings, clock(answer.headers.get("date"), REAL.wall() - took_s / 2)], True
 
 
 def clock(date: str | None, wall: float) -> Finding:
-    """This machine's clock against the service's. A date has whole seconds, so small differences mean nothing."""
+    """Compare this machine's clock with the service's. A date has whole seconds: small differences mean nothing."""
     try:
         skew_s = wall - parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError):
@@ -148,22 +144,21 @@ def clock(date: str | None, wall: float) -> Finding:
         return Finding("clock", "ok", "agrees with the service's to within a few seconds" if abs(skew_s) < 3 else
                        f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the service's")  # fmt: skip
     detail = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the service's"
-    remedy = "Set this machine's clock (switch time synchronisation on): tokens and expiry times depend on it."
+    remedy = "Set this machine's clock (turn on time synchronisation): tokens and expiry times depend on it."
     return Finding("clock", "FAIL" if abs(skew_s) >= SKEW_FAIL_S else "warn", detail, remedy)
 
 
-def service(connection: Connection) -> list[Finding]:
-    """The handshake: dialect and limits, as the service announces them."""
+def service(connection: ServiceProbe) -> list[Finding]:
+    """Check the handshake: dialect and limits, as the service announces them."""
     try:
-        dialect = _run(connection, connection.ready)
+        dialect, server, own = connection.handshake()
     except (TinkexError, ValueError) as problem:  # ValueError: the answer is no JSON
-        remedy = "Is base_url that of a Tinker API? It is the part of the address before /api/v1."
+        remedy = "Is base_url the address of a Tinker API? It is the part before /api/v1."
         if getattr(problem, "status_code", 0) in (401, 403):
             remedy = "Set TINKER_API_KEY to a key of this service."
         return [Finding("dialect", "FAIL", redact(str(problem)), remedy)]
     if dialect is Dialect.JSON:
-        return [Finding("dialect", "ok", "JSON: a service of the protocol before 0.18, which announces no limits")]
-    server, own = connection.server, connection.extensions
+        return [Finding("dialect", "ok", "JSON: a service with a protocol before 0.18, which announces no limits")]
     offers = ", ".join(name for name, is_on in own.items() if is_on is True)
     detail = "protobuf" + (
         f"; tinkex service {own.get('version', '?')}, offers {offers or 'nothing more'}" if own else ""
@@ -175,33 +170,40 @@ def service(connection: Connection) -> list[Finding]:
     return [Finding("dialect", "ok", detail), Finding("limits", "ok", limits)]
 
 
-def key(connection: Connection) -> Finding:
-    """Whether the service takes the key. Asks for something that every service guards."""
+def key(connection: ServiceProbe) -> Finding:
+    """Check that the service accepts the key, with a call that every service protects."""
     row = endpoints.LIST_TRAINING_RUNS
     try:
-        answer = _ask(connection, row, f"{row.path}?limit=1")
+        answer = connection.ask(row, f"{row.path}?limit=1")
     except TinkexError as problem:
-        return Finding("key", "FAIL", redact(str(problem)), "Try again; the service answered before.")
+        return Finding("key", "FAIL", redact(str(problem)), "Try again; the service responded before.")
     if answer.status in (401, 403):
-        return Finding("key", "FAIL", f"refused (HTTP {answer.status})", "Set TINKER_API_KEY to a key of this service.")
+        return Finding(
+            "key", "FAIL", f"rejected (HTTP {answer.status})", "Set TINKER_API_KEY to a key of this service."
+        )
     if answer.status == 402:
-        return Finding("key", "FAIL", "accepted, but the account cannot pay (HTTP 402)", "Settle the account's bill.")
+        return Finding("key", "FAIL", "accepted, but the account cannot pay (HTTP 402)", "Check the account's billing.")
     if answer.status >= 400:
-        return Finding("key", "warn", f"not known: HTTP {answer.status}", "Try again; if it stays, ask the service.")
+        return Finding(
+            "key",
+            "warn",
+            f"unknown: HTTP {answer.status}",
+            "Try again; if it persists, ask the operator of the service.",
+        )
     return Finding("key", "ok", "accepted")
 
 
-def models(connection: Connection) -> tuple[Finding, list[SupportedModel]]:
-    """What the service offers."""
+def models(connection: ServiceProbe) -> tuple[Finding, list[SupportedModel]]:
+    """List the models that the service offers."""
     try:
-        answer = _ask(connection, endpoints.GET_SERVER_CAPABILITIES)
+        answer = connection.ask(endpoints.GET_SERVER_CAPABILITIES)
         if answer.status >= 400:
-            return Finding("models", "warn", f"not known: HTTP {answer.status}", "Check the key."), []
+            return Finding("models", "warn", f"unknown: HTTP {answer.status}", "Check the key."), []
         offered = json_codec.read(GetServerCapabilitiesResponse, json_codec.decode(answer.content)).supported_models
     except (TinkexError, ValueError) as problem:
-        return Finding("models", "warn", redact(str(problem)), "Ask whoever runs the service."), []
+        return Finding("models", "warn", redact(str(problem)), "Ask the operator of the service."), []
     if not offered:
-        return Finding("models", "warn", "the service offers none", "Ask whoever runs the service."), []
+        return Finding("models", "warn", "the service offers no models", "Ask the operator of the service."), []
     shown = ", ".join(map(_model, offered[:8])) + (f" and {len(offered) - 8} more" if len(offered) > 8 else "")
     return Finding("models", "ok", shown), offered
 
@@ -213,26 +215,16 @@ def _model(offered: SupportedModel) -> str:
     return f"{offered.model_name}" + (f" ({', '.join(about)})" if about else "")
 
 
-def _ask(connection: Connection, row: endpoints.Endpoint, path: str | None = None) -> Answer:
-    """One exchange, no retry: a doctor wants to see the fever."""
-    return _run(connection, lambda: send(connection, row, None, path=path, timeout_s=PROBE_S))
-
-
-def _run(connection: Connection, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    operation = Operation("doctor", connection.clock.now())
-    return connection.run(operation, work, PROBE_S).result()
-
-
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    """The result and its seconds. On a thread of its own: looking up a name cannot be told to stop."""
+    """Return the result and its seconds. Runs on a thread of its own: a DNS lookup cannot be cancelled."""
     outcome: list[T] = []
     failure: list[OSError] = []
 
     def run() -> None:
         try:
             outcome.append(work())
-        except OSError as problem:
-            failure.append(problem)
+        except OSError as error:
+            failure.append(error)
 
     started = REAL.now()
     thread = threading.Thread(target=run, name="tinkex-doctor", daemon=True)
@@ -241,9 +233,9 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
     if failure:
         raise failure[0]
     if not outcome:
-        raise TimeoutError(f"no answer within {PROBE_S:.0f} s")
+        raise TimeoutError(f"no response within {PROBE_S:.0f} s")
     return outcome[0], REAL.now() - started
 
 
-def _reason(problem: OSError) -> str:
-    return str(problem.strerror or problem)
+def _reason(error: OSError) -> str:
+    return str(error.strerror or error)

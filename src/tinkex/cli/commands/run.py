@@ -1,4 +1,4 @@
-"""`tinkex run`: training runs."""
+"""`tinkex run`: lists, describes and watches training runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from tinkex.cli.arguments import count, seconds
 from tinkex.cli.connect import rest_client
 from tinkex.terminal import output
+from tinkex.terminal.format import NONE, age, date, utc_now
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
     from tinkex.client.rest import RestClient
     from tinkex.types import TrainingRun
 
@@ -26,33 +27,43 @@ COLUMNS = (
     Column("STATE"),
 )
 ABOUT_WATCH = """\
-Shows each step's loss, learning rate and speed, and the curve of the loss if the terminal is tall
-enough: from the first step on, then live. The loss is the mean over the tokens that count, the
-speed that of the engine. With -o json every step is one line of JSON. A run that another program
-is training can be watched from anywhere; Ctrl-C ends the watching, not the run."""
+Shows the loss, learning rate and speed of each step, from the first step on and then live. If the
+terminal is tall enough, it also shows the curve of the loss. The loss is the mean over the tokens
+that count, the speed that of the engine. With -o json every step is one line of JSON. Runs that
+other programs train can be watched too; Ctrl-C stops watching, not the run."""
 
 
-def add(words: Words, about: str) -> None:
-    nouns = words.noun("run", about, "tinkex run list --limit 5", "tinkex run info RUN", "tinkex run watch latest")
-    made = nouns.add("list", list_runs, "list your training runs", "tinkex run list --limit 0 -o json")
-    made.add_argument("--limit", type=count, default=20, metavar="N", help="how many (default 20; 0: all)")
-    made = nouns.add("info", info, "show one training run", "tinkex run info 6f5f0b43-…:train:0")
-    made.add_argument("run_id", metavar="RUN", help="the id, or the path of one of its checkpoints")
-    made = nouns.add(
+def add(parser: CommandParser, about: str) -> None:
+    group = parser.add_group(
+        "run", about, "tinkex run list --limit 5", "tinkex run info RUN", "tinkex run watch latest"
+    )
+    command = group.add_command("list", list_runs, "list your training runs", "tinkex run list --limit 0 -o json")
+    command.add_argument("--limit", type=count, default=20, metavar="N", help="how many to show (default 20; 0: all)")
+    command = group.add_command(
+        "info", info, "show one training run", "tinkex run info 6f5f0b43-…:train:0",
+        hint="Name a run: its id, or the path of one of its checkpoints. `tinkex run list` shows your runs.",
+    )  # fmt: skip
+    command.add_argument("run_id", metavar="RUN", help="id of the run, or path of one of its checkpoints")
+    command = group.add_command(
         "watch", watch, "follow a run while it trains", "tinkex run watch latest",
         "tinkex run watch 6f5f0b43-…:train:0 --until-idle -o json", more=ABOUT_WATCH,
+        hint="Name a run, or write `latest` for the run that was used last. `tinkex run list` shows your runs.",
     )  # fmt: skip
-    made.add_argument("run_id", metavar="RUN", help="the id, the path of one of its checkpoints, or latest")
-    made.add_argument("--until-idle", action="store_true", help="end by itself when the run has nothing to do any more")
-    made.add_argument(
-        "--idle-for", type=seconds, default=10, metavar="TIME", help="how long that must last: 90s, 5m (default 10s)"
+    command.add_argument("run_id", metavar="RUN", help="id of the run, path of one of its checkpoints, or latest")
+    command.add_argument("--until-idle", action="store_true", help="stop when the run has nothing left to do")
+    command.add_argument(
+        "--idle-for",
+        type=seconds,
+        default=10,
+        metavar="TIME",
+        help="how long the run must be idle for that: 90s, 5m (default 10s)",
     )
 
 
 def watch(args: argparse.Namespace) -> int:
-    from tinkex.cli.commands.watch import watch as follow
+    from tinkex.cli.commands.watch import watch as watch_run
 
-    return follow(args)
+    return watch_run(args)
 
 
 def list_runs(args: argparse.Namespace) -> int:
@@ -60,19 +71,19 @@ def list_runs(args: argparse.Namespace) -> int:
     if args.output == "json":
         output.write_json({"runs": runs})
         return 0
-    now = output.now()
+    now = utc_now()
     output.write_table(
         COLUMNS,
         [
             (
-                found.training_run_id,
-                found.base_model,
-                _rank(found),
-                output.age(found.last_request_time, now),
-                found.last_checkpoint.checkpoint_id if found.last_checkpoint else output.NONE,
-                _state(found),
+                run.training_run_id,
+                run.base_model,
+                _rank(run),
+                age(run.last_request_time, now),
+                run.last_checkpoint.checkpoint_id if run.last_checkpoint else NONE,
+                _state(run),
             )
-            for found in runs
+            for run in runs
         ],
     )
     if len(runs) < total:
@@ -84,29 +95,29 @@ def info(args: argparse.Namespace) -> int:
     client = rest_client(args)
     is_path = args.run_id.startswith("tinker://")
     ask = client.get_training_run_by_tinker_path if is_path else client.get_training_run
-    found = ask(args.run_id).result()
+    run = ask(args.run_id).result()
     if args.output == "json":
-        output.write_json(found)
+        output.write_json(run)
         return 0
-    now = output.now()
+    now = utc_now()
     fields = [
-        ("run", found.training_run_id),
-        ("model", found.base_model),
-        ("owner", found.model_owner),
-        ("LoRA rank", _rank(found)),
-        ("state", _state(found)),
-        ("last used", output.moment(found.last_request_time, now)),
+        ("run", run.training_run_id),
+        ("model", run.base_model),
+        ("owner", run.model_owner),
+        ("LoRA rank", _rank(run)),
+        ("state", _state(run)),
+        ("last used", date(run.last_request_time, now)),
     ]
-    for name, saved in (("last state", found.last_checkpoint), ("last sampler", found.last_sampler_checkpoint)):
-        text = f"{saved.tinker_path} ({output.age(saved.time, now)})" if saved else output.NONE
+    for name, saved in (("last state", run.last_checkpoint), ("last sampler", run.last_sampler_checkpoint)):
+        text = f"{saved.tinker_path} ({age(saved.time, now)})" if saved else NONE
         fields.append((name, text))
-    fields += [(f"metadata {name}", str(value)) for name, value in (found.user_metadata or {}).items()]
+    fields += [(f"metadata {name}", str(value)) for name, value in (run.user_metadata or {}).items()]
     output.write_fields(fields)
     return 0
 
 
 def _fetch(client: RestClient, limit: int) -> tuple[list[TrainingRun], int]:
-    """The first `limit` runs (0: all), page by page, and how many there are."""
+    """Return the first `limit` runs (0: all), fetched in pages, and the total number of runs."""
     runs: list[TrainingRun] = []
     while True:
         wanted = min(PAGE, limit - len(runs)) if limit > 0 else PAGE
@@ -117,9 +128,9 @@ def _fetch(client: RestClient, limit: int) -> tuple[list[TrainingRun], int]:
             return runs, total
 
 
-def _rank(found: TrainingRun) -> str:
-    return str(found.lora_rank) if found.lora_rank is not None else output.NONE
+def _rank(run: TrainingRun) -> str:
+    return str(run.lora_rank) if run.lora_rank is not None else NONE
 
 
-def _state(found: TrainingRun) -> str:
-    return "corrupted" if found.corrupted else "ok"
+def _state(run: TrainingRun) -> str:
+    return "corrupted" if run.corrupted else "ok"

@@ -1,4 +1,4 @@
-"""`tinkex sample`: a prompt in, text or token ids out, as they are made."""
+"""`tinkex sample`: generates text or token ids from a prompt, printed as they arrive."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
     from tinkex.client.sampling import SamplingClient
     from tinkex.client.service import ServiceClient
     from tinkex.client.stream import SampleStream
 
 PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 GOODBYE_S = 2.0
-"""How long the end of the session may take: the text is there already."""
+"""How long closing the session may take: the text is already printed."""
 BROKEN = "\ufffd"
 
 
-def add(words: Words, about: str) -> None:
-    made = words.add(
+def add(parser: CommandParser, about: str) -> None:
+    command = parser.add_command(
         "sample", sample, about,
         'tinkex sample -m Qwen/Qwen3-8B "The capital of France is" --max-tokens 16',
         "tinkex sample -m tinker://RUN/sampler_weights/0001 < prompt.txt",
         "tinkex sample -m Qwen/Qwen3-8B --prompt-ids 12,7,345 --ids",
-        more="The prompt is taken as it is: no chat template is applied (for that there is `tinkex chat`). Text\n"
-        "needs the model's tokenizer and the extra `tokenizers`; with --prompt-ids and --ids neither.",
+        more="The prompt is used as it is, without a chat template (`tinkex chat` applies one). Text needs the\n"
+        "model's tokenizer and the extra `tokenizers`; --prompt-ids with --ids needs neither.",
     )  # fmt: skip
-    made.add_argument("prompt", nargs="?", help="the text to go on from (default: stdin, less its final line break)")
-    made.add_argument("-m", "--model", help="a base model, or tinker://…/sampler_weights/… (default: the only one)")
-    made.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="the prompt as token ids")
-    made.add_argument("--ids", action="store_true", help="print token ids, not text")
-    made.add_argument("--tokenizer", metavar="NAME|FILE", help="another tokenizer than the model's own")
-    made.add_argument("-n", "--num-samples", type=count, default=1, metavar="N", help="how many (default 1)")
-    made.add_argument("--max-tokens", type=count, default=256, metavar="N", help="the longest sample (default 256)")
-    made.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest (default 1)")
-    made.add_argument("--top-p", type=float, metavar="P", help="only the likeliest that make up P")
-    made.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest (default: all)")
-    made.add_argument("--seed", type=int, metavar="N", help="the same seed, the same sample")
-    made.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
+    command.add_argument("prompt", nargs="?", help="the text to continue (default: stdin, without its last line break)")
+    command.add_argument("-m", "--model", help="a base model, or tinker://…/sampler_weights/… (default: the only one)")
+    command.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="the prompt as token ids")
+    command.add_argument("--ids", action="store_true", help="print token ids, not text")
+    command.add_argument("--tokenizer", metavar="NAME|FILE", help="use this tokenizer instead of the model's")
+    command.add_argument("-n", "--num-samples", type=count, default=1, metavar="N", help="how many samples (default 1)")
+    command.add_argument(
+        "--max-tokens", type=count, default=256, metavar="N", help="maximum length of a sample (default 256)"
+    )
+    command.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token (default 1)")
+    command.add_argument("--top-p", type=float, metavar="P", help="only the most likely tokens that add up to P")
+    command.add_argument("--top-k", type=int, metavar="K", help="only the K most likely tokens (default: all)")
+    command.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same sample")
+    command.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
 
 
 def sample(args: argparse.Namespace) -> int:
@@ -77,9 +79,9 @@ def _sample(args: argparse.Namespace, service: ServiceClient) -> int:
     needs_text = text is not None or not args.ids
     tokenizer: Any = _tokenizer(args.tokenizer, client) if needs_text else None
     prompt = args.prompt_ids if text is None else list(tokenizer.encode(text))
-    # Only what was given is sent: for the rest the service's own defaults hold.
-    given = {name: value for name in PARAMS if (value := getattr(args, name)) is not None}
-    stream = client.stream(ModelInput.from_ints(prompt), SamplingParams(**given), args.num_samples)
+    # Options that were not set are left out: the service has its own defaults.
+    params = {name: value for name in PARAMS if (value := getattr(args, name)) is not None}
+    stream = client.stream(ModelInput.from_ints(prompt), SamplingParams(**params), args.num_samples)
     decode = None if args.ids or tokenizer is None else tokenizer.decode
     if args.output == "json":
         return _as_json(stream, prompt, decode)
@@ -87,7 +89,7 @@ def _sample(args: argparse.Namespace, service: ServiceClient) -> int:
 
 
 def _as_text(stream: SampleStream, decode: Callable[..., str] | None, num_samples: int) -> int:
-    """One sample is written as it arrives; several, each when it is whole: they arrive mixed."""
+    """Print one sample as it arrives; print several only when each is complete, because they arrive interleaved."""
     writers = [TextWriter(decode) if decode else IdWriter() for _ in range(num_samples)]
     stop = None
     for chunk in stream:
@@ -112,9 +114,9 @@ def _as_json(stream: SampleStream, prompt: list[int], decode: Callable[..., str]
     assert stream.response is not None  # the stream ended well
     sequences = []
     for sequence in stream.response.sequences:
-        found = {"tokens": sequence.tokens, "logprobs": sequence.logprobs, "stop_reason": sequence.stop_reason}
+        fields = {"tokens": sequence.tokens, "logprobs": sequence.logprobs, "stop_reason": sequence.stop_reason}
         sequences.append(
-            found if decode is None else {"text": decode(sequence.tokens, skip_special_tokens=True), **found}
+            fields if decode is None else {"text": decode(sequence.tokens, skip_special_tokens=True), **fields}
         )
     output.write_json({"prompt_tokens": len(prompt), "sequences": sequences})
     return 0
@@ -123,8 +125,8 @@ def _as_json(stream: SampleStream, prompt: list[int], decode: Callable[..., str]
 class TextWriter:
     """Turns tokens into text piece by piece, in time proportional to the text.
 
-    A token may be a part of a letter, and how one reads may depend on the one before: what is new is the difference
-    between decoding the last pieces with and without it. A broken letter waits for the rest of it.
+    A token may be part of a character, and its text may depend on the token before: the new text is the difference
+    between decoding the last pieces with and without it. An incomplete character waits for the rest of it.
     """
 
     def __init__(self, decode: Callable[..., str]) -> None:
@@ -138,7 +140,7 @@ class TextWriter:
         return self._advance(is_last=False)
 
     def flush(self) -> str:
-        """What is left, be it broken."""
+        """Return the rest, even if its last character is incomplete."""
         return self._advance(is_last=True)
 
     def _advance(self, *, is_last: bool) -> str:
@@ -155,7 +157,7 @@ class TextWriter:
 
 
 class IdWriter:
-    """Token ids with spaces between them."""
+    """Turns tokens into ids, separated by spaces."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -181,7 +183,7 @@ def _only_model(service: ServiceClient) -> str:
     from tinkex.errors import ValidationError
 
     models = service.get_server_capabilities().supported_models
-    offered = [found.model_name for found in models if found.model_name and found.alias_of is None]
+    offered = [model.model_name for model in models if model.model_name and model.alias_of is None]
     if len(offered) != 1:
         raise ValidationError(f"Name a model with -m. The service offers {', '.join(offered) or 'none'}.")
     return offered[0]
@@ -199,7 +201,7 @@ def _tokenizer(name: str | None, client: SamplingClient) -> Any:
 
 def _read_stdin() -> str:
     if sys.stdin.isatty():
-        output.remark("Type the prompt; end it with Ctrl-D on a line of its own.")
+        output.remark("Type the prompt, then press Ctrl-D on an empty line.")
     return sys.stdin.read().removesuffix("\n")
 
 
@@ -209,4 +211,4 @@ def _close(service: ServiceClient, status: str) -> None:
     try:
         service.close(status).result(GOODBYE_S)
     except (TinkexError, TimeoutError):
-        pass  # the session ends by itself when its heartbeats stop
+        pass  # the service ends the session when its heartbeats stop

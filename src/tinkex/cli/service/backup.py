@@ -1,30 +1,31 @@
-"""`tinkex backup`: all that a service keeps, in a folder of its own that a server can be started on."""
+"""`tinkex backup`: copies all data of a service into a folder that a server can be started on."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinkex.cli.service.data_folder import PLACE, add_flags, config_of, open_store
+from tinkex.cli.service.data_folder import LOCATION, add_flags, config_of, open_store
 from tinkex.terminal import output
+from tinkex.terminal.format import size
 
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
 
 MORE = """\
-The copy is consistent although the service goes on working: database, checkpoints and journal fit
-together as of one moment. To go back to it, start `tinkex serve --data-dir FOLDER`. A PostgreSQL
-database is backed up with its own tools."""
+The copy is consistent even while the service is running: database, checkpoints and journal are
+copied as of one moment. To restore it, start `tinkex serve --data-dir FOLDER`. Back up a PostgreSQL
+database with its own tools."""
 
 
-def add(words: Words, about: str) -> None:
-    made = words.add(
+def add(parser: CommandParser, about: str) -> None:
+    command = parser.add_command(
         "backup", backup, about, "tinkex backup /mnt/backups/tinkex-monday", "tinkex backup copy --data-dir ./data",
         more=MORE, is_local=True,
     )  # fmt: skip
-    made.add_argument("folder", metavar="FOLDER", help="where to write; must not exist")
-    add_flags(made.add_argument_group("the service's data"), PLACE)
+    command.add_argument("folder", metavar="FOLDER", help="where to write the copy; must not exist")
+    add_flags(command.add_argument_group("the service's data"), LOCATION)
 
 
 def backup(args: argparse.Namespace) -> int:
@@ -36,10 +37,10 @@ def backup(args: argparse.Namespace) -> int:
         from tinkex.store.backup import back_up
 
         target = Path(args.folder).expanduser().absolute()
-        made = back_up(store, config.data_dir, target, extra=(KEY_FILE,))
+        copy = back_up(store, config.data_dir, target, extra=(KEY_FILE,))
     if args.output == "json":
-        output.write_json({"folder": str(made.folder), "things": made.things, "size_bytes": made.size_bytes})
+        output.write_json({"folder": str(copy.folder), "things": copy.things, "size_bytes": copy.size_bytes})
     else:
-        print(f"{made.folder}: the database and {made.things} things it names, {output.size(made.size_bytes)}.")
-        output.remark(f"To go back to it: tinkex serve --data-dir {made.folder}")
+        print(f"{copy.folder}: the database and {copy.things} files and folders, {size(copy.size_bytes)}.")
+        output.remark(f"To restore it: tinkex serve --data-dir {copy.folder}")
     return 0

@@ -1,6 +1,6 @@
-"""What commands on a service's own data have in common: the flags that say where it is, and opening its store.
+"""Shared by commands on a service's data: the flags that say where the data is, and opening its store.
 
-They work on the files and the database themselves, with or without a server running beside them.
+These commands use the files and the database directly, whether a server is running or not.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
+    from pathlib import Path
 
     from tinkex.settings import ServeConfig, Setting
     from tinkex.store.store import Store
 
-PLACE = ("data_dir", "database_url")
-WORK = "Looking into a service's data"
+LOCATION = ("data_dir", "database_url")
+WORK = "Reading a service's data"
 
 
 def add_flags(group: Any, names: Iterable[str]) -> None:
-    """The flags of these settings. Their values are read as everywhere else; absent ones are left to the settings."""
+    """Add the flags of these settings. A flag that is absent leaves its setting to environment, file and default."""
     from tinkex.settings import SERVE
 
     rows = {setting.name: setting for setting in SERVE}
@@ -29,7 +30,7 @@ def add_flags(group: Any, names: Iterable[str]) -> None:
             setting.flag,
             dest=name,
             metavar=setting.metavar,
-            # A flag that may be repeated has a word in the singular.
+            # A flag that may be repeated has a name in the singular.
             action="append" if setting.word else "store",
             type=_reader(setting),
             help=f"{setting.about} ({setting.variable})".replace("%", "%%"),
@@ -37,28 +38,27 @@ def add_flags(group: Any, names: Iterable[str]) -> None:
 
 
 def config_of(args: argparse.Namespace) -> ServeConfig:
-    """The service's settings: the flags of this command, then environment, file and defaults."""
+    """Return the service's settings: the flags of this command, then environment, file and defaults."""
     from tinkex.settings import SERVE, resolve_serve
 
     return resolve_serve(**{setting.name: getattr(args, setting.name, None) for setting in SERVE})
 
 
 def open_store(config: ServeConfig) -> Store:
-    """The store of the service. It is not made here: a mistyped folder would otherwise come to be, empty."""
+    """Open the store of a service. It is not created: a mistyped folder name would otherwise become an empty folder."""
     from tinkex.errors import ConfigError
     from tinkex.local_service import needs_local
 
-    needs_local(WORK)  # first: without it there cannot be such a folder, and its name would be looked for in vain
+    needs_local(WORK)  # first: without the extra there can be no such folder
     if not config.data_dir.is_dir() and config.database_url.startswith("sqlite"):
         raise ConfigError(
-            f"There is no service's data in {config.data_dir}. Name its folder with --data-dir; "
-            "`tinkex serve` makes it."
+            f"{config.data_dir} holds no data of a service. Name the folder with --data-dir; `tinkex serve` creates it."
         )
     return new_store(config)
 
 
 def new_store(config: ServeConfig) -> Store:
-    """The same, made if it is not there."""
+    """Open the store of a service; create it if there is none."""
     from tinkex.local_service import needs_local
 
     needs_local(WORK)
@@ -73,8 +73,12 @@ def _reader(setting: Setting) -> Any:
     def read(text: str) -> Any:
         try:
             value = setting.read(text)
-        except ValueError as problem:
-            raise argparse.ArgumentTypeError(f"must be {problem}") from None
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be {error}") from None
         return value[0] if setting.word else value
 
     return read
+
+
+def folder_size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

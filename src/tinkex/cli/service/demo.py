@@ -1,4 +1,4 @@
-"""`tinkex demo`: watch a small model learn something on this machine."""
+"""`tinkex demo`: trains a small model on this machine and shows what it has learned."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from tinkex.terminal import output
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
     from tinkex.demo.stage import Stage
 
 MODEL = "smollm2-135m"
 MORE = """\
-A private service is started, a model of 135 million parameters is examined, trained and examined
-again, and the adapter is saved. It takes a few minutes on two cores, without a GPU; the first time
-the model is fetched. With --rl nobody shows it what is right: it tries, and is given points.
-Stopped with Ctrl-C, it goes on when run again."""
+Starts a private service, tests a model with 135 million parameters, trains it, tests it again and
+saves the adapter. It takes a few minutes on two cores, without a GPU; the first time, the model is
+downloaded. By default the model learns from examples; with --rl it learns from rewards for its own
+attempts. After Ctrl-C, run the same command again to continue."""
 
 
-def add(words: Words, about: str) -> None:
-    made = words.add(
+def add(parser: CommandParser, about: str) -> None:
+    command = parser.add_command(
         "demo", demo, about, "tinkex demo", "tinkex demo --rl", "tinkex demo --console", more=MORE, is_local=True
     )
-    made.add_argument("--rl", action="store_true", help="learn by trial and error instead of from examples")
-    made.add_argument("--console", action="store_true", help="train nothing: open the console of what was trained here")
-    made.add_argument("--fresh", action="store_true", help="begin anew, even if a demo was stopped half-way")
-    made.add_argument("--steps", type=count, metavar="N", help="how many steps to train")
-    made.add_argument("--seed", type=count, default=0, metavar="N", help="another seed, another course (default 0)")
-    made.add_argument("--model", metavar="NAME", default=MODEL, help=f"the base model (default {MODEL})")
-    made.add_argument(
-        "--folder", metavar="FOLDER", type=Path, help="where data and adapter go (default: in the user's data folder)"
+    command.add_argument(
+        "--rl", action="store_true", help="reinforcement learning: learn from rewards instead of examples"
     )
-    made.add_argument("--no-browser", action="store_true", help="with --console: print the address only")
+    command.add_argument("--console", action="store_true", help="do not train: open the console of the demo's service")
+    command.add_argument(
+        "--fresh", action="store_true", help="start from the beginning, even if an earlier demo was interrupted"
+    )
+    command.add_argument("--steps", type=count, metavar="N", help="number of training steps")
+    command.add_argument("--seed", type=count, default=0, metavar="N", help="random seed (default 0)")
+    command.add_argument("--model", metavar="NAME", default=MODEL, help=f"the base model (default {MODEL})")
+    command.add_argument(
+        "--folder",
+        metavar="FOLDER",
+        type=Path,
+        help="where to store data and adapter (default: in the user's data folder)",
+    )
+    command.add_argument("--no-browser", action="store_true", help="with --console: only print the address")
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -59,30 +66,31 @@ def demo(args: argparse.Namespace) -> int:
     try:
         task.run(stage)
     except KeyboardInterrupt:
-        output.remark("\nPaused. Run the same command again, and it goes on where it was.")
+        output.remark("\nPaused. Run the same command again to continue.")
         return 130
     return 0
 
 
 def _console(stage: Stage, opens: bool) -> int:
     from tinkex.cli.commands.console import open_with_key
-    from tinkex.demo.stage import SERVICE, pause, say
+    from tinkex.clock import REAL
+    from tinkex.demo.stage import SERVICE, say
     from tinkex.errors import TinkexError
     from tinkex.local_service import KEY_FILE
 
     key_file = stage.folder / SERVICE / KEY_FILE
     if not key_file.is_file():
-        raise TinkexError(f"There is no demo in {stage.folder} yet. Run `{stage.command}` first.")
+        raise TinkexError(f"{stage.folder} contains no demo yet. Run `{stage.command}` first.")
     with stage.service() as service:
-        say(f"The demo's service is at {service.base_url}; Ctrl-C ends it. To use it from another terminal:")
+        say(f"The demo's service runs at {service.base_url}; Ctrl-C stops it. To use it from another terminal:")
         say(f"  export TINKER_BASE_URL={service.base_url}")
         say(f"  export TINKER_API_KEY=$(cat '{key_file}')")
         say("  tinkex console        also: tinkex run list, tinkex chat, tinkex checkpoint list")
         if opens and not open_with_key(f"{service.base_url}/", service.api_key):
-            output.remark("No browser could be started here. Open the address yourself; the page asks for the key.")
+            output.remark("No browser could be started. Open the address yourself; the page asks for the key.")
         try:
             while True:
-                pause(3600)
+                REAL.pause(3600)
         except KeyboardInterrupt:
-            say("\nThe demo's service has ended.")
+            say("\nThe demo's service has stopped.")
     return 0

@@ -1,41 +1,41 @@
-"""`tinkex gc`: frees the space of what a service needs no more. A running server does the same by and by."""
+"""`tinkex gc`: deletes files that a service no longer needs. A running server does the same from time to time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tinkex.cli.service.data_folder import PLACE, add_flags, config_of, open_store
+from tinkex.cli.service.data_folder import LOCATION, add_flags, config_of, folder_size, open_store
 from tinkex.terminal import output
+from tinkex.terminal.format import plural, size
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
     import argparse
-    from pathlib import Path
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
     from tinkex.settings import ServeConfig
     from tinkex.store.store import Store
 
 COLUMNS = (Column("WHAT"), Column("WHY"), Column("SIZE", is_number=True))
 MORE = """\
-Removes checkpoints that have expired, results that are older than --result-ttl-s, and folders that
-nothing refers to (a crash leaves some). While a server runs, such folders must be an hour old, for
-they may still be in the making. Nothing that a client can still ask for is touched."""
+Deletes checkpoints that have expired, results older than --result-ttl-s, and folders that nothing
+refers to (a crash leaves some). While a server is running, only folders older than an hour are
+deleted: newer ones may be unfinished. Nothing that a client can still request is deleted."""
 
 
-class Rubbish(NamedTuple):
+class UnusedFolder(NamedTuple):
     what: str
     why: str
     size_bytes: int
     folder: str
     path: str | None = None
-    """Of an expired checkpoint, its tinker:// path."""
+    """The tinker:// path of an expired checkpoint."""
 
 
-def add(words: Words, about: str) -> None:
-    made = words.add("gc", gc, about, "tinkex gc --dry-run", "tinkex gc", more=MORE, is_local=True)
-    made.add_argument("--dry-run", action="store_true", help="only say what would go")
-    add_flags(made.add_argument_group("the service's data"), (*PLACE, "result_ttl_s"))
+def add(parser: CommandParser, about: str) -> None:
+    command = parser.add_command("gc", gc, about, "tinkex gc --dry-run", "tinkex gc", more=MORE, is_local=True)
+    command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
+    add_flags(command.add_argument_group("the service's data"), (*LOCATION, "result_ttl_s"))
 
 
 def gc(args: argparse.Namespace) -> int:
@@ -49,60 +49,59 @@ def gc(args: argparse.Namespace) -> int:
         try:
             lock.acquire()
             is_alone = True
-        except ConfigError:  # a server has it
+        except ConfigError:  # a server is running
             is_alone = False
         try:
-            found = [*_expired(store, config), *_unnamed(store, config, is_alone=is_alone)]
+            unused = [*_expired(store), *_unnamed(store, config, is_alone=is_alone)]
             if not args.dry_run:
-                _remove(store, config, found)
+                _remove(store, config, unused)
                 files = store.sweep() if is_alone else 0
         finally:
             lock.release()
-    freed = sum(entry.size_bytes for entry in found)
+    freed = sum(entry.size_bytes for entry in unused)
     if args.output == "json":
-        entries = [{"what": entry.what, "why": entry.why, "size_bytes": entry.size_bytes} for entry in found]
+        entries = [{"what": entry.what, "why": entry.why, "size_bytes": entry.size_bytes} for entry in unused]
         output.write_json({"removed": entries, "size_bytes": freed, "is_dry_run": args.dry_run, "files": files})
         return 0
-    if found:
-        output.write_table(COLUMNS, [(entry.what, entry.why, output.size(entry.size_bytes)) for entry in found])
-    also = f", and {files} files of the journal" if files else ""
-    output.remark(f"{'Would free' if args.dry_run else 'Freed'} {output.size(freed)} in {len(found)} places{also}.")
+    if unused:
+        output.write_table(COLUMNS, [(entry.what, entry.why, size(entry.size_bytes)) for entry in unused])
+    also = f" and {plural(files, 'file')} of the journal" if files else ""
+    deleted = "Would delete" if args.dry_run else "Deleted"
+    output.remark(f"{deleted} {plural(len(unused), 'folder')}{also}, {size(freed)}.")
     return 0
 
 
-def _expired(store: Store, config: ServeConfig) -> list[Rubbish]:
+def _expired(store: Store) -> list[UnusedFolder]:
     from tinkex.clock import REAL
 
     return [
-        Rubbish(saved.path, "expired", saved.size_bytes, saved.folder, saved.path)
+        UnusedFolder(saved.path, "expired", saved.size_bytes, saved.folder, saved.path)
         for saved in store.expired_checkpoints(REAL.wall())
     ]
 
 
-def _unnamed(store: Store, config: ServeConfig, *, is_alone: bool) -> list[Rubbish]:
+def _unnamed(store: Store, config: ServeConfig, *, is_alone: bool) -> list[UnusedFolder]:
     from tinkex.clock import REAL
     from tinkex.server.upkeep import folders
-    from tinkex.server.upkeep.janitor import ROOTS, RUBBISH_AGE_S, unnamed
+    from tinkex.server.upkeep.janitor import MIN_ORPHAN_AGE_S, SWEPT_FOLDERS, unreferenced_folders
 
     root = config.data_dir.resolve()
-    named = {folders.inside(root, folder) for folder in store.all_folders()}
-    old = REAL.wall() - (0.0 if is_alone else RUBBISH_AGE_S)
+    named = {folders.resolve_inside(root, folder) for folder in store.all_folders()}
+    old = REAL.wall() - (0.0 if is_alone else MIN_ORPHAN_AGE_S)
     return [
-        Rubbish(str(folder.relative_to(root)), "nothing refers to it", _size(folder), str(folder.relative_to(root)))
-        for folder in unnamed([root / name for name in ROOTS], named, old)
+        UnusedFolder(
+            str(folder.relative_to(root)), "nothing refers to it", folder_size(folder), str(folder.relative_to(root))
+        )
+        for folder in unreferenced_folders([root / name for name in SWEPT_FOLDERS], named, old)
     ]
 
 
-def _remove(store: Store, config: ServeConfig, found: list[Rubbish]) -> None:
+def _remove(store: Store, config: ServeConfig, unused: list[UnusedFolder]) -> None:
     from tinkex.clock import REAL
     from tinkex.server.upkeep import folders
 
-    for entry in found:
-        # The row first: a crash in between leaves a folder that nothing refers to, and the next run finds it.
+    for entry in unused:
+        # The row first: a crash in between leaves a folder that nothing refers to, and the next run deletes it.
         if entry.path is None or store.delete_checkpoint(entry.path, expired_by=REAL.wall()) is not None:
             folders.remove(config.data_dir, entry.folder)
     store.expire_results(REAL.wall() - config.result_ttl_s)
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,19 +1,20 @@
-"""`tinkex key`: who may use your service. Works on the database, whether a server runs or not."""
+"""`tinkex key`: creates, lists and revokes API keys in the service's database, whether a server is running or not."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-from tinkex.cli.service.data_folder import PLACE, add_flags, config_of, new_store, open_store
+from tinkex.cli.service.data_folder import LOCATION, add_flags, config_of, new_store, open_store
 from tinkex.terminal import output
+from tinkex.terminal.format import age, utc_now
 from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.cli.main import Words
-    from tinkex.store.records import Key
+    from tinkex.cli.parser import CommandParser
+    from tinkex.store.records import KeyRecord
 
 COLUMNS = (
     Column("ID"),
@@ -24,34 +25,38 @@ COLUMNS = (
     Column("STATE"),
 )
 ABOUT_KEYS = """\
-A service that listens on this machine only needs no keys: whoever is here may use it. With the
-first key that changes: from then on every client must send one, as TINKER_API_KEY. Keys are kept
-with the service's data, as hashes; made and revoked while the service runs or while it does not."""
+A service that listens on this machine only needs no keys. Once the first key is created, every
+client must send a key, as TINKER_API_KEY. Keys are stored as hashes with the service's data and can
+be created and revoked whether the service is running or not."""
 ABOUT_TENANTS = """\
-Work belongs to a tenant: runs and checkpoints of one are not found by the others. A key's tenant
-is its name unless --tenant says otherwise, so two keys of one name share their work. What was made
-before there were any keys belongs to the tenant `local`. Clients send the key as TINKER_API_KEY."""
+Runs and checkpoints belong to a tenant, and other tenants cannot see them. A key's tenant is its
+name, unless --tenant names another: two keys of one tenant share their work. Runs from before the
+first key belong to the tenant `local`. Clients send the key as TINKER_API_KEY."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
-def add(words: Words, about: str) -> None:
-    nouns = words.noun("key", about, "tinkex key create alice", "tinkex key list", more=ABOUT_KEYS, is_local=True)
-    made = nouns.add(
-        "create", create, "make a key and print it, this once", "tinkex key create alice",
+def add(parser: CommandParser, about: str) -> None:
+    group = parser.add_group("key", about, "tinkex key create alice", "tinkex key list", more=ABOUT_KEYS, is_local=True)
+    command = group.add_command(
+        "create", create, "create a key and print it once", "tinkex key create alice",
         "tinkex key create alice-laptop --tenant alice", "tinkex key create me --tenant local", more=ABOUT_TENANTS,
         is_local=True,
     )  # fmt: skip
-    made.add_argument("name", metavar="NAME", type=_name, help="whose key it is, for you to know it by")
-    made.add_argument("--tenant", metavar="TENANT", type=_name, help="whom its work belongs to (default: NAME)")
-    add_flags(made.add_argument_group("the service's data"), PLACE)
-    made = nouns.add("list", list_keys, "list keys, without telling them", "tinkex key list -o json", is_local=True)
-    add_flags(made.add_argument_group("the service's data"), PLACE)
-    made = nouns.add(
-        "revoke", revoke, "let a key open nothing any more", "tinkex key revoke k-1f0c9a3b",
-        more="A running server refuses it within seconds. Work of its tenant stays.", is_local=True,
+    command.add_argument("name", metavar="NAME", type=_name, help="a name for the key, such as its owner")
+    command.add_argument(
+        "--tenant", metavar="TENANT", type=_name, help="who owns the work done with the key (default: NAME)"
+    )
+    add_flags(command.add_argument_group("the service's data"), LOCATION)
+    command = group.add_command(
+        "list", list_keys, "list keys, without the secrets", "tinkex key list -o json", is_local=True
+    )
+    add_flags(command.add_argument_group("the service's data"), LOCATION)
+    command = group.add_command(
+        "revoke", revoke, "revoke a key", "tinkex key revoke k-1f0c9a3b",
+        more="A running server rejects the key within seconds. The work of its tenant stays.", is_local=True,
     )  # fmt: skip
-    made.add_argument("id", metavar="ID", help="as `tinkex key list` shows it")
-    add_flags(made.add_argument_group("the service's data"), PLACE)
+    command.add_argument("id", metavar="ID", help="id of the key, from `tinkex key list`")
+    add_flags(command.add_argument_group("the service's data"), LOCATION)
 
 
 def create(args: argparse.Namespace) -> int:
@@ -60,13 +65,13 @@ def create(args: argparse.Namespace) -> int:
     from tinkex.clock import REAL
 
     with new_store(config_of(args)) as store:
-        # Only now is the database library sure to be there.
+        # Imported here: new_store has checked that the database library is installed.
         from tinkex.store.keys import hash_key, hint, new_key
-        from tinkex.store.records import Key
+        from tinkex.store.records import KeyRecord
 
         is_first = not store.list_keys()
         secret = new_key()
-        made = Key(
+        key = KeyRecord(
             id=f"k-{secrets.token_hex(4)}",
             sha256=hash_key(secret),
             tenant=args.tenant or args.name,
@@ -74,14 +79,14 @@ def create(args: argparse.Namespace) -> int:
             hint=hint(secret),
             created_at=REAL.wall(),
         )
-        store.add_key(made)
+        store.add_key(key)
     if args.output == "json":
-        output.write_json({"key": secret, **_shown(made)})
+        output.write_json({"key": secret, **_shown(key)})
         return 0
     print(secret)
-    output.remark(f"This key ({made.id}, tenant {made.tenant}) is shown once: only its hash is kept.")
+    output.remark(f"This key ({key.id}, tenant {key.tenant}) is shown only once: the service stores its hash.")
     if is_first:
-        output.remark("It is the first one: from now on the service refuses clients without a key.")
+        output.remark("It is the first key: from now on the service rejects clients without a key.")
     return 0
 
 
@@ -89,20 +94,20 @@ def list_keys(args: argparse.Namespace) -> int:
     import datetime as dt
 
     with open_store(config_of(args)) as store:
-        found = store.list_keys()
+        keys = store.list_keys()
     if args.output == "json":
-        output.write_json({"keys": [_shown(key) for key in found]})
+        output.write_json({"keys": [_shown(key) for key in keys]})
         return 0
-    if not found:
-        output.remark("No keys: on loopback everybody is let in. `tinkex key create NAME` makes one.")
+    if not keys:
+        output.remark("No keys: every client on this machine is accepted. `tinkex key create NAME` creates a key.")
         return 0
-    now = output.now()
-    ages = [output.age(dt.datetime.fromtimestamp(key.created_at, dt.UTC), now) for key in found]
+    now = utc_now()
+    ages = [age(dt.datetime.fromtimestamp(key.created_at, dt.UTC), now) for key in keys]
     output.write_table(
         COLUMNS,
         [
             (key.id, key.name, key.tenant, key.hint, age, "revoked" if key.revoked_at else "live")
-            for key, age in zip(found, ages, strict=True)
+            for key, age in zip(keys, ages, strict=True)
         ],
     )
     return 0
@@ -113,18 +118,18 @@ def revoke(args: argparse.Namespace) -> int:
     from tinkex.errors import ValidationError
 
     with open_store(config_of(args)) as store:
-        gone = store.revoke_key(args.id, REAL.wall())
-    if gone is None:
-        raise ValidationError(f"No live key has the id {args.id!r}. `tinkex key list` shows them.")
+        revoked = store.revoke_key(args.id, REAL.wall())
+    if revoked is None:
+        raise ValidationError(f"No live key has the id {args.id!r}. `tinkex key list` shows all keys.")
     if args.output == "json":
-        output.write_json(_shown(gone))
+        output.write_json(_shown(revoked))
     else:
-        print(f"{gone.id} ({gone.name}, {gone.hint}) is revoked.")
+        print(f"Revoked {revoked.id} ({revoked.name}, {revoked.hint}).")
     return 0
 
 
-def _shown(key: Key) -> dict[str, object]:
-    """What may be told of a key."""
+def _shown(key: KeyRecord) -> dict[str, object]:
+    """Return the fields of a key that may be shown."""
     return {
         "id": key.id,
         "name": key.name,
@@ -140,6 +145,6 @@ def _name(text: str) -> str:
 
     if not NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no name; use up to 64 letters, digits, dots, dashes, @ and _, the first a letter or a digit"
+            f"{text!r} is not a valid name; use up to 64 letters, digits, and . - _ @, and begin with a letter or digit"
         )
     return text

@@ -1,4 +1,4 @@
-"""`tinkex serve`: a service of your own. Settles the settings, says what is going on, and runs until it is stopped."""
+"""`tinkex serve`: runs a service on this machine until it is stopped."""
 
 from __future__ import annotations
 
@@ -12,79 +12,79 @@ if TYPE_CHECKING:
     import argparse
     import threading
 
-    from tinkex.cli.main import Words
+    from tinkex.cli.parser import CommandParser
     from tinkex.settings import ServeConfig
 
 GROUPS = {
-    "models and maths": ("base_models", "device", "dtype", "decode_weights", "threads", "cache_dir"),
-    "where it listens": ("host", "port", "public_url"),
-    "who may use it": ("api_keys", "keys_file"),
-    "what it keeps": ("data_dir", "database_url", "durability", "snapshot_every_s", "result_ttl_s", "quota_gb"),
+    "models and computation": ("base_models", "device", "dtype", "decode_weights", "threads", "cache_dir"),
+    "network": ("host", "port", "public_url"),
+    "access": ("api_keys", "keys_file"),
+    "storage": ("data_dir", "database_url", "durability", "snapshot_every_s", "result_ttl_s", "quota_gb"),
     "limits": (
         "max_batch_tokens", "max_rows", "max_cache_tokens", "max_queued_samples", "max_queued_operations",
         "max_body_bytes", "poll_hold_s", "gap_s", "idle_session_s", "drain_s",
     ),
-    "what it says": ("log_level",),
+    "logging": ("log_level",),
 }  # fmt: skip
 MORE = """\
-Trains and samples real models for every client that speaks the Tinker API: this package, or the
-official `tinker` from 0.4.1 to 0.36.0. Without --base-model it serves smollm2-135m, which is
-fetched on first use. It listens on this machine only, where no key is needed; beyond it, keys are
-required (`tinkex key create NAME`). Stopped at any moment, even by kill -9, it goes on where it
-was when it is started again with the same data folder.
+Trains and samples models for every client of the Tinker API: this package, or the official
+`tinker` from 0.4.1 to 0.36.0. Without --base-model it serves smollm2-135m, which is downloaded on
+first use. By default it listens on this machine only, and needs no key; on other addresses, keys
+are required (`tinkex key create NAME`). If it is stopped at any moment, even by kill -9, it
+continues where it was when it is started again with the same data folder.
 
-Every flag can be set in the environment as well (its name in brackets below), or in the table
-[serve] of tinkex.toml. A client needs TINKER_BASE_URL and, if there are keys, TINKER_API_KEY. While
-it runs: `tinkex console` shows it in the browser, `tinkex chat` talks to its models."""
+Every flag can also be set in the environment (the name in brackets), or in the table [serve] of
+tinkex.toml. A client needs TINKER_BASE_URL and, if there are keys, TINKER_API_KEY. While the
+service is running, `tinkex console` shows it in the browser and `tinkex chat` uses its models."""
 
 
-def add(words: Words, about: str) -> None:
-    made = words.add(
+def add(parser: CommandParser, about: str) -> None:
+    command = parser.add_command(
         "serve", serve, about, "tinkex serve", "tinkex serve --base-model tinkex/tiny --port 0",
         "tinkex serve --base-model Qwen/Qwen3-0.6B --base-model ./my-model --device cuda --dtype bfloat16",
         "tinkex serve --host 0.0.0.0 --keys-file keys.txt --public-url https://tinkex.example.org",
         more=MORE, is_local=True,
     )  # fmt: skip
     for title, names in GROUPS.items():
-        add_flags(made.add_argument_group(title), names)
-    # For a program that starts the service for itself (`tinkex.local`): serve until stdin closes, which it does however
-    # that program ends, then remove the folder.
-    made.add_argument("--private", metavar="FOLDER", help=_suppressed())
+        add_flags(command.add_argument_group(title), names)
+    # For `tinkex.local`, which starts a private service: serve until stdin closes, which happens however that program
+    # ends, then remove the folder.
+    command.add_argument("--private", metavar="FOLDER", help=_suppressed())
 
 
 def serve(args: argparse.Namespace) -> int:
-    if args.api_key:  # stood before the word: `tinkex --api-key KEY serve`
+    if args.api_key:  # given before the command: `tinkex --api-key KEY serve`
         args.api_keys = [*(args.api_keys or ()), args.api_key]
     config = config_of(args)
     from tinkex.local_service import needs_local
-    from tinkex.terminal.progress_bar import Fetching
+    from tinkex.terminal.progress_bar import ProgressBar
 
     needs_local("tinkex serve")
     _set_up_logging(config, args)
-    is_alone = _stop_when_stdin_closes() if args.private else None
+    parent_is_gone = _stop_when_stdin_closes() if args.private else None
     from tinkex.server.main import serve as run
 
-    fetching = Fetching()
+    bar = ProgressBar()
 
     def on_ready(url: str) -> None:
-        fetching.finish()
+        bar.close()
         announce(
             config, url, as_json=args.output == "json", needs_key=bool(config.api_keys) or _has_stored_keys(config)
         )
 
     try:
-        return run(config, on_ready=on_ready, progress=fetching.update)
+        with bar:
+            return run(config, on_ready=on_ready, progress=bar.update)
     finally:
-        fetching.finish()
-        if is_alone is not None and is_alone.is_set():
-            # A program that is still there reads the log first and removes the folder itself.
+        if parent_is_gone is not None and parent_is_gone.is_set():
+            # A parent that is still running reads the log first and removes the folder itself.
             import shutil
 
             shutil.rmtree(args.private, ignore_errors=True)
 
 
 def announce(config: ServeConfig, url: str, *, as_json: bool, needs_key: bool) -> None:
-    """Say that it is ready and how to use it. For programs: one line of JSON."""
+    """Print that the service is ready and how to use it. For programs: one line of JSON."""
     import os
 
     if as_json:
@@ -103,12 +103,12 @@ tinkex serves {", ".join(config.base_models)}
   console  {near}/    (`tinkex console` opens it)
   data     {config.data_dir}
 
-Point a client at it:
+To use it from a client:
   official  TINKER_BASE_URL={near} TINKER_API_KEY={key} python train.py    ({about_key})
   tinkex    tinkex.ServiceClient(base_url="{near}"{', api_key="tml-…"' if needs_key else ""})
   openai    openai.OpenAI(base_url="{near}/v1", api_key="{key}")
 
-Ctrl-C stops it; what is queued goes on at the next start.""",
+Ctrl-C stops the service; queued work continues at the next start.""",
         flush=True,
     )
 
@@ -119,7 +119,7 @@ def _has_stored_keys(config: ServeConfig) -> bool:
 
 
 def _reachable(url: str) -> str:
-    """An address that a client on this machine can use: 0.0.0.0 and :: are for listening only."""
+    """Return an address that a client on this machine can use: 0.0.0.0 and :: are for listening only."""
     return url.replace("://0.0.0.0", "://127.0.0.1").replace("://[::]", "://[::1]")
 
 
@@ -128,13 +128,13 @@ def _set_up_logging(config: ServeConfig, args: argparse.Namespace) -> None:
 
     level = "debug" if args.debug else config.log_level
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    # Ours at the level asked for; of other libraries only what is wrong.
+    # Our own loggers at the chosen level, other libraries only from WARNING.
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("tinkex").setLevel(level.upper())
 
 
 def _stop_when_stdin_closes() -> threading.Event:
-    """Set when it has closed: whoever started this service needs it no more, or is gone."""
+    """Return an event that is set when stdin has closed: the parent program has ended or wants the service to stop."""
     import os
     import signal
     import threading
@@ -146,9 +146,9 @@ def _stop_when_stdin_closes() -> threading.Event:
             while os.read(0, 4096):
                 pass
         except OSError:
-            pass  # no stdin at all: nobody is there
+            pass  # no stdin at all: there is no parent
         has_closed.set()
-        output.remark("Stopping: the program that started this service is gone.")
+        output.remark("Stopping: the program that started this service has ended.")
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="tinkex-parent", daemon=True).start()

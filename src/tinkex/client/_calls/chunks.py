@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from tinkex.client._calls import metrics
+from tinkex.rules import metrics
 from tinkex.types.inputs import Datum, DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInputChunk
 from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardOutput
@@ -29,14 +29,13 @@ def count_numbers(datum: Datum) -> int:
 
 
 class Limits(NamedTuple):
-    """What one request may hold."""
+    """How much fits into one request."""
 
     max_items: int
     max_size: int
     size: Callable[[Datum], int]
 
 
-PROTO_LIMITS: Final = Limits(1024, 5_000_000, estimate)
 JSON_LIMITS: Final = Limits(128, 500_000, count_numbers)
 
 
@@ -46,26 +45,26 @@ def split(
     """The data of each request, in order. None is empty. `split(data, *JSON_LIMITS)` is for the JSON dialect."""
     chunks: list[list[Datum]] = []
     current: list[Datum] = []
-    held = 0
+    current_size = 0
     for datum in data:
         more = size(datum)
-        if current and (len(current) >= max_items or held + more > max_size):
+        if current and (len(current) >= max_items or current_size + more > max_size):
             chunks.append(current)
-            current, held = [], 0
+            current, current_size = [], 0
         current.append(datum)
-        held += more
+        current_size += more
     if current:
         chunks.append(current)
     return chunks
 
 
 def join(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """One answer out of those of the chunks, as if they had been one request."""
+    """Combine the results of the chunks, as if they had been one request."""
     # Without checks: the parts passed them, and integers among the metrics must not become floats.
     return ForwardBackwardOutput.model_construct(
         loss_fn_output_type=outputs[0].loss_fn_output_type if outputs else "",
         loss_fn_outputs=[entry for output in outputs for entry in output.loss_fn_outputs],
-        metrics=metrics.combine(outputs),
+        metrics=metrics.combine((output.metrics, len(output.loss_fn_outputs)) for output in outputs),
     )
 
 

@@ -1,4 +1,4 @@
-"""What may be in flight at once: a count, a byte budget, and a back-off that all samplers of one service share.
+"""Limits what is in flight at once: a count, a byte budget, and a back-off that all samplers of one service share.
 
 First come, first served; each waiter costs O(1), whatever the number of waiters (the official client wakes all of them
 for every release, which grows quadratically). Loop thread only, so no locks.
@@ -7,17 +7,16 @@ for every release, which grows quadratically). Loop thread only, so no locks.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 
-from tinkex.client._runtime.loop import after_fork_in_child
+from tinkex.client._runtime.fork import ProcessRegistry
 from tinkex.clock import REAL, Clock
 
 DISPATCHES = 400
 DISPATCHES_WHILE_BACKED_OFF = 10
 BACKED_OFF_S = 10.0
 BYTES_PENALTY = 20
-"""While backed off a byte counts this many times (protocol.md §5.5)."""
+"""While backed off a byte counts this many times, as in the official client."""
 
 
 class Gate:
@@ -33,10 +32,10 @@ class Gate:
         self._slow_until = 0.0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._rings_at = 0.0
+        self._wakes_at = 0.0
 
     async def acquire(self, size_bytes: int = 0) -> None:
-        """Wait for a place. Who acquires must release with the same size."""
+        """Wait to be admitted. Each acquire needs a release with the same size."""
         if not self._waiters and self._fits(size_bytes):
             self._take(size_bytes)
             return
@@ -47,7 +46,7 @@ class Gate:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                self.release(size_bytes)  # admitted and cancelled in the same tick: hand the place on
+                self.release(size_bytes)  # admitted and cancelled in the same tick: admit the next
             else:
                 self._admit()  # it may have been the large one that held up the small ones behind it
             raise
@@ -58,15 +57,11 @@ class Gate:
         self._admit()
 
     def back_off(self, seconds: float) -> None:
-        """Admit nobody for a while, then few at a time: the service said it has too much."""
+        """Admit none for a while, then few at a time: the service said it has too much."""
         now = self._clock.now()
         self._closed_until = max(self._closed_until, now + seconds)
         self._slow_until = max(self._slow_until, self._closed_until + BACKED_OFF_S)
         self._admit()
-
-    @property
-    def is_backed_off(self) -> bool:
-        return self._clock.now() < self._slow_until
 
     @property
     def waiting(self) -> int:
@@ -108,18 +103,18 @@ class Gate:
             waiter.set_result(None)
         if waiters and self._slow_until:
             now = self._clock.now()
-            self._ring_at(self._closed_until if now < self._closed_until else self._slow_until, now)
+            self._wake_at(self._closed_until if now < self._closed_until else self._slow_until, now)
 
-    def _ring_at(self, wake_at: float, now: float) -> None:
-        """Look again at that time. A second back-off may close a gate that was only slow: then earlier than was set."""
+    def _wake_at(self, wake_at: float, now: float) -> None:
+        """Admit again at that time. A second back-off may close a gate that was only slow: then sooner than was set."""
         if self._timer is not None:
-            if self._rings_at <= wake_at:
+            if self._wakes_at <= wake_at:
                 return
             self._timer.cancel()
-        self._rings_at = wake_at
-        self._timer = asyncio.get_running_loop().call_later(max(wake_at - now, 0.001), self._ring)
+        self._wakes_at = wake_at
+        self._timer = asyncio.get_running_loop().call_later(max(wake_at - now, 0.001), self._wake)
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         self._timer = None
         self._admit()
 
@@ -132,24 +127,13 @@ class Limiter:
         """Samples being submitted right now."""
         self.samples = Gate(clock, 2000)
         """Samples submitted and not yet answered."""
-        self.answers = Gate(clock, 1 << 30, 50 << 20)
-        """Bytes of large answers being fetched."""
+        self.results = Gate(clock, 1 << 30, 50 << 20)
+        """Bytes of large results being fetched."""
 
 
-_limiters: dict[tuple[str, str], Limiter] = {}
-_lock = threading.Lock()
+_limiters: ProcessRegistry[tuple[str, str], Limiter] = ProcessRegistry()
 
 
 def limiter_for(base_url: str, key: str) -> Limiter:
-    """The one way to obtain a limiter; the arguments are those of a settled `Config`."""
-    with _lock:
-        return _limiters.setdefault((base_url, key), Limiter())
-
-
-def _forget() -> None:
-    global _lock
-    _lock = threading.Lock()
-    _limiters.clear()
-
-
-after_fork_in_child(_forget)
+    """Return the limiter of a service and key: the only way to obtain one. Both come from a resolved `Config`."""
+    return _limiters.get((base_url, key), Limiter)

@@ -10,8 +10,8 @@ import datetime as dt
 import enum
 import math
 import random
-import re
 from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Final, NamedTuple
 
 Rng = Callable[[], float]
@@ -94,7 +94,7 @@ def retry_after(headers: Mapping[str, str], wall_now: float) -> float | None:
     seconds = _positive(text)
     if seconds is not None or text is None:
         return seconds
-    at = _imf_fixdate(text)
+    at = _seconds_since_1970(text)
     return at - wall_now if at is not None and at > wall_now else None
 
 
@@ -106,22 +106,13 @@ def _positive(text: str | None) -> float | None:
     return number if number > 0 and math.isfinite(number) else None
 
 
-_MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_IMF_FIXDATE: Final = re.compile(
-    rf"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun), (\d\d) ({'|'.join(_MONTHS)}) (\d{{4}}) (\d\d):(\d\d):(\d\d) GMT", re.ASCII
-)
-
-
-def _imf_fixdate(text: str) -> float | None:
-    """Seconds since 1970 of "Wed, 21 Oct 2026 07:28:00 GMT". Read by hand: strptime's names follow the locale."""
-    match = _IMF_FIXDATE.fullmatch(text.strip())
-    if match is None:
+def _seconds_since_1970(date: str) -> float | None:
+    """Read "Wed, 21 Oct 2026 07:28:00 GMT", whatever the locale; None if it is no such date."""
+    if not date.rstrip().endswith(" GMT"):  # the library reads a date with anything behind it
         return None
-    day, month, year, hour, minute, second = match.groups()
     try:
         # A leap second (:60) is a legal date but not a legal datetime.
-        time = dt.time(int(hour), int(minute), min(int(second), 59))
-        date = dt.date(int(year), _MONTHS.index(month) + 1, int(day))
-    except ValueError:
+        parsed = parsedate_to_datetime(date.replace(":60 ", ":59 "))
+    except (TypeError, ValueError, IndexError, OverflowError):
         return None
-    return dt.datetime.combine(date, time, dt.UTC).timestamp()
+    return parsed.replace(tzinfo=parsed.tzinfo or dt.UTC).timestamp()

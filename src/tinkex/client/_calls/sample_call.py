@@ -1,26 +1,20 @@
-"""One sample from submission to answer. A 429 goes to the shared limiter and to nothing else; other transient faults go
-through the one retry curve; a result that was lost or failed on the service is asked for again, three times at most."""
+"""One sample from submission to result. A 429 goes to the shared limiter and to nothing else; other transient faults
+follow the one retry curve; a result that was lost or failed on the service is asked for again, three times at most."""
 
 from __future__ import annotations
 
-import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from tinkex import events
-from tinkex.client._calls.call import error_of, hint_of, send
+from tinkex.client._calls.attempts import Attempts
+from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.poll import poll
-from tinkex.client._calls.retry import RetryPolicy
-from tinkex.client._runtime.link import Connection
+from tinkex.client._calls.sampling_session import SamplingSession
+from tinkex.client._calls.send import send
+from tinkex.client._http.transport import HTTPResponse
+from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.client.future import APIFuture
-from tinkex.errors import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    DeadlineExceeded,
-    RequestFailedError,
-    ResultExpired,
-)
+from tinkex.errors import APIError, APIStatusError, DeadlineExceeded, RequestFailedError, ResultExpired
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleResponse, SamplingParams
 from tinkex.types.tensor import TensorData
@@ -29,15 +23,12 @@ from tinkex.wire.body import Body
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import ASAMPLE
 
-if TYPE_CHECKING:
-    from tinkex.client.sampling import SamplingClient
-
 RESUBMISSIONS = 3
 LARGE_BYTES = 128 << 10
 _BACKPRESSURE = {"x-tinker-sampling-backpressure": "1"}
 
 
-class Sample(NamedTuple):
+class SampleCall(NamedTuple):
     """What the caller asked for."""
 
     prompt: ModelInput
@@ -70,127 +61,117 @@ class Sample(NamedTuple):
 
 
 async def run_sample(
-    connection: Connection, operation: Operation, client: SamplingClient, request: Sample
+    link: ServiceLink, operation: Operation, sampling: SamplingSession, sample: SampleCall
 ) -> SampleResponse:
-    """Submit, wait, and if the service lost or broke it, ask again."""
-    dialect = connection.dialect or await connection.ready()
+    """Submit, wait, and if the service lost or broke the sample, submit it again."""
+    dialect = link.dialect or await ready(link)
     if operation.seq_id is None:
-        operation.seq_id = await client._join(connection, operation)
-    limiter = connection.limiter
+        operation.seq_id = await sampling.join(link, operation)
+    limiter = link.limiter
     await limiter.samples.acquire()
     try:
-        for again in range(RESUBMISSIONS + 1):
-            body = request.body(client._sampling_session_id, operation.seq_id, dialect)
-            accepted = await _dispatch(connection, operation, body)
-            if connection.server.sample_use_retrieve_futures:
-                await client._batch(connection).ready(accepted.request_id)
+        for resubmissions in range(RESUBMISSIONS + 1):
+            body = sample.body(sampling.sampling_session_id, operation.seq_id, dialect)
+            attempts = SampleAttempts(link, operation, ASAMPLE.name, body)
+            accepted = envelope.read_accepted((await attempts.run(attempts.submit_once)).content)
+            attempts.note_accepted()
+            operation.request_id = accepted.request_id
+            if link.server.sample_use_retrieve_futures:
+                await sampling.batch(link).wait_until_ready(accepted.request_id)
             try:
-                found = await poll(connection, operation, ASAMPLE, accepted.request_id)
-            except (ResultExpired, RequestFailedError) as problem:
-                if again == RESUBMISSIONS or not problem.retryable:
+                return await poll(  # type: ignore[no-any-return]
+                    link, operation, ASAMPLE, accepted.request_id, accepted.sample_sequence_ids or ()
+                )
+            except (ResultExpired, RequestFailedError) as error:
+                if resubmissions == RESUBMISSIONS or not error.retryable:
                     raise
-                _tell_retry(connection, "asample", again + 1, 0.0, str(problem))
+                attempts.emit_retry(resubmissions + 1, 0.0, str(error))
                 # A new number: under the old one the service would hand out the same failure again.
-                operation.seq_id = client._next_seq_id()
-                continue
-            return _named(found, accepted.sample_sequence_ids)
+                operation.seq_id = sampling.next_seq_id()
     finally:
         limiter.samples.release()
     raise AssertionError("unreachable")
 
 
-async def _dispatch(connection: Connection, operation: Operation, body: Body) -> envelope.Accepted:
-    """Until accepted: the same bytes, the same seq_id, the same idempotency key."""
-    gate = connection.limiter.dispatch
-    config = connection.config
-    policy = RetryPolicy(max_attempts=config.max_retries, budget_s=config.unreachable_s)
-    started = connection.clock.now()
-    size = len(body.content)
-    key = connection.idempotency_key()
-    attempt = faults = 0
-    faulty_since: float | None = None
-    while True:
-        await gate.acquire(size)
-        attempt += 1
-        operation.state, operation.attempts = "submitting", attempt
+class SampleAttempts(Attempts):
+    """Submits one sample: the same bytes, the same seq_id, the same idempotency key in every attempt.
+
+    A 429 closes the shared gate, which holds every sampler's next attempt back; other failures follow the curve.
+    """
+
+    __slots__ = ("_faults", "_faulty_since", "_size_bytes", "body", "key")
+
+    def __init__(self, link: ServiceLink, operation: Operation, name: str, body: Body) -> None:
+        super().__init__(link, operation, name)
+        self.body = body
+        self.key = link.idempotency_key()
+        self._size_bytes = len(body.content)
+        self._faults = 0
+        self._faulty_since: float | None = None
+
+    async def submit_once(self, attempt: int) -> HTTPResponse:
+        """Send the sample when the gate admits it."""
+        await self.enter(attempt)
         try:
-            answer = await send(connection, ASAMPLE, body, headers=_BACKPRESSURE, key=key, attempt=attempt)
-            if answer.status < 400:
-                return _accepted(connection, operation, answer.content)
-            error: APIError = error_of(connection, answer, ASAMPLE)
-        except APIConnectionError as problem:
-            error = problem
+            return await send(
+                self.link, ASAMPLE, self.body, headers=_BACKPRESSURE, key=self.key, attempt=attempt, raises=True
+            )
         finally:
-            gate.release(size)
-        operation.last_error = f"{type(error).__name__}: {error}"
-        if not error.retryable:
-            raise error
-        now = connection.clock.now()
-        hint_s = hint_of(error, connection)
+            self.leave()
+
+    async def enter(self, attempt: int) -> None:
+        """Wait until the gate admits this attempt."""
+        await self.link.limiter.dispatch.acquire(self._size_bytes)
+        self.operation.state, self.operation.attempts = "submitting", attempt
+
+    def leave(self) -> None:
+        self.link.limiter.dispatch.release(self._size_bytes)
+
+    def note_accepted(self) -> None:
+        """The service has taken the sample."""
+        operation = self.operation
+        operation.state = "accepted"
+        now = self.link.clock.now()
+        operation.accepted_at = operation.last_response_at = self.link.reachability.last_progress_at = now
+
+    def delay_after(self, error: APIError, attempt: int) -> float:
+        self.note(error)
         if isinstance(error, APIStatusError) and error.status_code == 429:
-            connection.stats.rate_limited += 1
-            if hint_s is not None and hint_s > config.unreachable_s:
-                error.args = (f"{error} The service asks for {hint_s:.0f} s, more than unreachable_s allows.",)
-                raise error
-            gate.back_off(hint_s or (5.0 if size > LARGE_BYTES else 1.0))
-            _refuse_standstill(connection, operation, started, now)
-            _tell_retry(connection, "asample", attempt, hint_s or 0.0, operation.last_error)
-            continue
-        faulty_since = now if faulty_since is None else faulty_since  # waiting out rate limits is no fault
-        elapsed_s = max(now - faulty_since, connection.silent_s(operation))
-        delay_s = policy.delay(faults, elapsed_s, hint_s, random.random)
-        faults += 1
-        if delay_s is None:
-            error.args = (f"sample: gave up after {attempt} attempts in {elapsed_s:.0f} s. Last problem: {error}",)
+            self._back_off(error, attempt)
+            return 0.0
+        if self._faulty_since is None:  # waiting out rate limits is no fault
+            self._faulty_since = self.link.clock.now()
+        self._faults += 1
+        return self.curve_delay(error, attempt, self._faults, self._faulty_since)
+
+    def _back_off(self, error: APIStatusError, attempt: int) -> None:
+        """Slow all samplers down. Fails only if the service has taken no sample at all for `unreachable_s`."""
+        link, hint_s = self.link, self.hint_s(error)
+        unreachable_s = link.config.unreachable_s
+        link.stats.rate_limited += 1
+        if hint_s is not None and hint_s > unreachable_s:
+            error.args = (f"{error} The service asks for {hint_s:.0f} s, more than unreachable_s allows.",)
             raise error
-        connection.stats.retries += 1
-        connection.say_unreachable(error, faults)
-        _tell_retry(connection, "asample", attempt, delay_s, operation.last_error)
-        await connection.clock.sleep(delay_s)
+        link.limiter.dispatch.back_off(hint_s or (5.0 if self._size_bytes > LARGE_BYTES else 1.0))
+        idle_s = link.clock.now() - max(self.started_at, link.reachability.last_progress_at)
+        if idle_s >= unreachable_s:
+            raise DeadlineExceeded(
+                f"{self.operation.name}: the service has answered 429 to every sample for {idle_s:.0f} s. Lower the "
+                f"load, or raise unreachable_s ({unreachable_s:.0f}). Last response: {self.operation.last_error}"
+            )
+        self.emit_retry(attempt, hint_s or 0.0, self.operation.last_error or "")
 
 
-def _accepted(connection: Connection, operation: Operation, content: bytes) -> envelope.Accepted:
-    accepted = envelope.read_accepted(content)
-    operation.state = "accepted"
-    operation.request_id = accepted.request_id
-    operation.accepted_at = operation.last_answer_at = connection.last_progress_at = connection.clock.now()
-    return accepted
-
-
-def _refuse_standstill(connection: Connection, operation: Operation, started: float, now: float) -> None:
-    """Rate limits are waited out as long as *some* sample gets through; a service that takes none is given up."""
-    idle_s = now - max(started, connection.last_progress_at)
-    if idle_s >= connection.config.unreachable_s:
-        raise DeadlineExceeded(
-            f"{operation.name}: the service has answered 429 to every sample for {idle_s:.0f} s. Lower the load, or "
-            f"raise unreachable_s ({connection.config.unreachable_s:.0f}). Last answer: {operation.last_error}"
-        )
-
-
-def _named(found: SampleResponse, sequence_ids: list[str] | None) -> SampleResponse:
-    """Give each sequence the id that the service announced for it."""
-    for sequence, sequence_id in zip(found.sequences, sequence_ids or (), strict=False):
-        if not sequence.sequence_id:  # just decoded and seen by nobody: naming it breaks no promise
-            object.__setattr__(sequence, "sequence_id", sequence_id)
-            object.__setattr__(sequence, "_given", sequence._given | {"sequence_id"})
-    return found
-
-
-def cancel_on_service(connection: Connection, operation: Operation, done: APIFuture[Any]) -> None:
-    """Where the service offers it, stop a sample nobody waits for any more. Best effort."""
+def cancel_on_service(link: ServiceLink, operation: Operation, done: APIFuture[Any]) -> None:
+    """Where the service offers it, stop a sample that was cancelled here. Best effort."""
     if not done.cancelled():
         return
 
     async def work() -> None:
         try:
             if operation.request_id is not None:
-                await send(connection, endpoints.CANCEL_FUTURE, requests.cancel_future(operation.request_id))
+                await send(link, endpoints.CANCEL_FUTURE, requests.cancel_future(operation.request_id))
         except APIError:
             pass
 
-    connection.loop.post(lambda: connection.loop.spawn(work()))
-
-
-def _tell_retry(connection: Connection, endpoint: str, attempt: int, delay_s: float, reason: str) -> Any:
-    if events.wanted("retry"):
-        events.emit("retry", events.RetryEvent(endpoint, attempt, delay_s, reason))
+    link.loop.post(lambda: link.loop.spawn(work()))

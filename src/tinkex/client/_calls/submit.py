@@ -1,15 +1,16 @@
-"""Hands one training request to the service in the dialect it reads, and gives back the wait for its result."""
+"""Hands one training request to the service, in the dialect that the service reads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from tinkex.client._calls.call import call
+from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.poll import poll
-from tinkex.client._http.transport import Answer
-from tinkex.client._runtime.link import Connection
+from tinkex.client._http.transport import HTTPResponse
+from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIStatusError
 from tinkex.wire import endpoints, envelope
@@ -19,67 +20,75 @@ from tinkex.wire.endpoints import Endpoint
 
 INLINE_BYTES = 1 << 18
 """Bodies up to about this size are encoded on the loop (well under a millisecond); larger ones in a worker thread."""
+Encode = Callable[[int, Dialect], Body]
+"""Encodes a request, given its sequence number and the dialect."""
+
+
+class AcceptedRequest(NamedTuple):
+    """A request that the service has taken and will work on."""
+
+    link: ServiceLink
+    operation: Operation
+    endpoint: Endpoint
+    request_id: str
+
+    async def result(self) -> Any:
+        """Wait for the result."""
+        return await poll(self.link, self.operation, self.endpoint, self.request_id)
 
 
 async def submit(
-    connection: Connection,
-    operation: Operation,
-    endpoint: Endpoint,
-    seq_id: int,
-    encode: Callable[[int, Dialect], Body],
-    size_hint: int = 0,
-) -> Coroutine[Any, Any, Any]:
-    """Send one request until it is accepted; returns a coroutine that waits for its result."""
-    dialect = await connection.ready()
+    link: ServiceLink, operation: Operation, endpoint: Endpoint, seq_id: int, encode: Encode, size_hint: int = 0
+) -> AcceptedRequest:
+    """Send one request until it is accepted."""
+    dialect = await ready(link)
     operation.state = "submitting"
-    body = await _encoded(connection, encode, seq_id, dialect, size_hint)
+    body = await _encoded(link, encode, seq_id, dialect, size_hint)
     try:
-        answer = await _sent(connection, operation, endpoint, dialect, body)
-        connection.is_proto_proven |= body.content_type == PROTOBUF
-    except APIStatusError as refusal:
-        if body.content_type != PROTOBUF or connection.is_proto_proven or refusal.status_code not in (400, 415, 422):
+        response = await _sent(link, operation, endpoint, dialect, body)
+        link.is_proto_proven |= body.content_type == PROTOBUF
+    except APIStatusError as rejection:
+        if body.content_type != PROTOBUF or link.is_proto_proven or rejection.status_code not in (400, 415, 422):
             raise
-        answer = await _again_as_json(connection, operation, endpoint, seq_id, encode, size_hint, refusal)
-    accepted = envelope.read_accepted(answer.content)
+        response = await _again_as_json(link, operation, endpoint, seq_id, encode, size_hint, rejection)
+    accepted = envelope.read_accepted(response.content)
     operation.state = "accepted"
-    operation.accepted_at = connection.clock.now()
+    operation.accepted_at = link.clock.now()
     operation.request_id = accepted.request_id
-    return poll(connection, operation, endpoint, accepted.request_id)
+    return AcceptedRequest(link, operation, endpoint, accepted.request_id)
 
 
 async def _again_as_json(
-    connection: Connection,
+    link: ServiceLink,
     operation: Operation,
     endpoint: Endpoint,
     seq_id: int,
-    encode: Callable[[int, Dialect], Body],
+    encode: Encode,
     size_hint: int,
-    refusal: APIStatusError,
-) -> Answer:
-    """The first protobuf body was refused: perhaps the service reads only JSON. Same seq_id: it cannot run twice."""
-    body = await _encoded(connection, encode, seq_id, Dialect.JSON, size_hint)
+    rejection: APIStatusError,
+) -> HTTPResponse:
+    """The first protobuf body was rejected: perhaps the service reads only JSON. Same seq_id: it cannot run twice."""
+    body = await _encoded(link, encode, seq_id, Dialect.JSON, size_hint)
     try:
-        answer = await _sent(connection, operation, endpoint, Dialect.JSON, body)
+        response = await _sent(link, operation, endpoint, Dialect.JSON, body)
     except APIStatusError:
-        raise refusal from None  # refused both ways: the first answer is the honest one
-    connection.dialect = Dialect.JSON
-    return answer
+        raise rejection from None  # rejected both ways: the first response is the honest one
+    link.dialect = Dialect.JSON
+    return response
 
 
 async def _sent(
-    connection: Connection, operation: Operation, endpoint: Endpoint, dialect: Dialect, body: Body
-) -> Answer:
+    link: ServiceLink, operation: Operation, endpoint: Endpoint, dialect: Dialect, body: Body
+) -> HTTPResponse:
     if dialect is Dialect.PROTO and endpoint is endpoints.FORWARD:
         endpoint = endpoints.FORWARD_BACKWARD  # the newer dialect says "forward only" inside the body
-    return await call(connection, endpoint, body, operation=operation)
+    return await call(link, endpoint, body, operation=operation)
 
 
-async def _encoded(
-    connection: Connection, encode: Callable[[int, Dialect], Body], seq_id: int, dialect: Dialect, size_hint: int
-) -> Body:
+async def _encoded(link: ServiceLink, encode: Encode, seq_id: int, dialect: Dialect, size_hint: int) -> Body:
     def make() -> Body:
         body = encode(seq_id, dialect)
-        if connection.server.proto_compress_fwdbwd and body.content_type == PROTOBUF:
+        if link.server.proto_compress_fwdbwd and body.content_type == PROTOBUF:
             body = compress(body)
         return body
 

@@ -17,22 +17,24 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
         with archive.open("rb") as file:
             is_gzip = file.read(2) == b"\x1f\x8b"
         with tarfile.open(archive, "r:gz" if is_gzip else "r:") as tar:
-            files = [(member, place(folder, member.name)) for member in tar.getmembers() if _is_file(archive, member)]
+            files = [
+                (member, safe_path(folder, member.name)) for member in tar.getmembers() if _is_file(archive, member)
+            ]
             for member, target in files:
                 _write(tar, member, target)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        raise TinkexError(f"{archive} cannot be unpacked: {problem}. Delete it and download again.") from None
-    except OSError as problem:
-        raise TinkexError(f"{archive} cannot be unpacked: {problem.strerror or problem}.") from problem
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TinkexError(f"{archive} cannot be unpacked: {error}. Delete it and download again.") from None
+    except OSError as error:
+        raise TinkexError(f"{archive} cannot be unpacked: {error.strerror or error}.") from error
     return [target for _, target in files]
 
 
-def place(folder: Path, name: str) -> Path:
-    """Where a file that somebody else named goes: always below `folder`."""
+def safe_path(folder: Path, name: str) -> Path:
+    """Return the path of a file that somebody else named: always below `folder`."""
     parts = PurePosixPath(name).parts
     windows = PureWindowsPath(name)  # splits at both kinds of slash, and knows drives
     if not parts or "\0" in name or ".." in windows.parts or windows.drive or windows.root:
-        raise TinkexError(f"Refused a file named {name!r}: it would be written outside {folder}.")
+        raise TinkexError(f"Rejected a file named {name!r}: it would be written outside {folder}.")
     return folder.joinpath(*parts)
 
 

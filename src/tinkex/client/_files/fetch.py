@@ -1,6 +1,6 @@
 """Downloads one file: in pieces, with progress, resumed after a break, checked against the service's checksum.
 
-A file is written beside its place as `name.part` and moved there when it is whole and right: a file that has its name
+A file is written as `name.part` beside its path and renamed when it is whole and right: a file that has its name
 is complete. What was begun is gone on with only if it can be shown to be the same file: by its validator (an ETag or a
 date, kept in `name.part.tag`), or by a checksum at the end. The addresses are short-lived and signed; no key is sent to
 them, and they appear in no message.
@@ -12,24 +12,24 @@ import base64
 import hashlib
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urljoin
 
-from tinkex.client._calls.call import hint_of
-from tinkex.client._calls.retry import RetryPolicy
-from tinkex.client._http.transport import REDIRECTS, Headers, StreamedAnswer
-from tinkex.client._runtime.link import Connection
+from tinkex.client._calls.attempts import Attempts
+from tinkex.client._calls.send import DOWNLOAD, open_download
+from tinkex.client._http.transport import REDIRECTS, Headers, StreamedResponse
+from tinkex.client._runtime.link import ServiceLink
+from tinkex.client._runtime.operation import Operation
 from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.errors import APIConnectionError, APIError, Response, TinkexError, status_error
-from tinkex.wire.endpoints import Pool
 
 PIECE = 1 << 20
 
 
-class Progress(NamedTuple):
+class DownloadProgress(NamedTuple):
     """How far a file has come. `total_bytes` is None when the service does not say."""
 
     file: str
@@ -37,11 +37,11 @@ class Progress(NamedTuple):
     total_bytes: int | None
 
 
-Watcher = Callable[[Progress], object]
+Watcher = Callable[[DownloadProgress], object]
 
 
-class Part:
-    """What is held of a file that is not whole yet."""
+class DownloadPart:
+    """The part of a file that has been fetched so far."""
 
     def __init__(self, target: Path) -> None:
         self.name = target.name
@@ -58,7 +58,7 @@ class Part:
         return self._tag.read_text(encoding="utf-8") if self._tag.exists() else None
 
     def begin(self, headers: Headers, has_checksum: bool) -> None:
-        """Start over with the version that an answer brings."""
+        """Start over with the version that a response brings."""
         self.discard()
         tag = _validator(headers)
         if tag or has_checksum:
@@ -91,99 +91,121 @@ class Part:
 
 
 async def download(
-    connection: Connection, url: str, target: Path, *, sha256: str | None = None, progress: Watcher | None = None
+    link: ServiceLink, url: str, target: Path, *, sha256: str | None = None, progress: Watcher | None = None
 ) -> Path:
     """Fetch `url` to `target`, going on from what is already there. Loop thread; so is `progress`."""
     with _disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    part = Part(target)
-    policy = RetryPolicy(max_attempts=connection.config.max_retries, budget_s=connection.config.unreachable_s)
-    started = connection.clock.now()
-    attempt = 0
-    while True:
-        before = part.held_bytes
-        try:
-            announced = await _fetch(connection, url, part, sha256, progress)
-            break
-        except APIError as problem:
-            now = connection.clock.now()
-            if part.held_bytes > before:
-                attempt, started = 0, now  # it moved: a slow line is not a dead one
-            delay_s = policy.delay(attempt, now - started, hint_of(problem, connection), random.random)
-            attempt += 1
-            if not problem.retryable or delay_s is None:
-                raise
-            await connection.clock.sleep(delay_s)
+    attempts = DownloadAttempts(link, url, DownloadPart(target), sha256, progress)
+    announced = await attempts.run(attempts.fetch)
     expected = sha256.lower() if sha256 else announced
     # Hashing gigabytes takes seconds: not on the loop.
-    return await in_thread(lambda: part.settle(target, expected), "tinkex-checksum")
+    return await in_thread(lambda: attempts.part.settle(target, expected), "tinkex-checksum")
 
 
-async def _fetch(
-    connection: Connection, url: str, part: Part, sha256: str | None, progress: Watcher | None
-) -> str | None:
-    """One attempt, from where the part ends. Returns the checksum the service announced, if any."""
-    tag = part.tag
-    offset = part.held_bytes if tag is not None or sha256 else 0
-    headers = {"accept-encoding": "identity"}
-    if offset:
-        headers["range"] = f"bytes={offset}-"
-        if tag:
-            headers["if-range"] = tag
-    async with _opened(connection, url, headers, part.name) as answer:
-        announced = _announced(answer.headers)
-        span = _span(answer.headers)
-        if answer.status == 416 and offset and span.total == offset:
+class DownloadAttempts(Attempts):
+    """Fetches one file. Failures count only while nothing arrives: a slow line that moves is not a dead one."""
+
+    def __init__(
+        self, link: ServiceLink, url: str, part: DownloadPart, sha256: str | None, progress: Watcher | None
+    ) -> None:
+        super().__init__(link, Operation(DOWNLOAD.name, link.clock.now()), DOWNLOAD.name)
+        self.part = part
+        self._url = url
+        self._sha256 = sha256
+        self._progress = progress
+        self._bytes_before = 0
+        self._faults = 0
+
+    def delay_after(self, error: APIError, attempt: int) -> float:
+        now = self.link.clock.now()
+        if self.part.held_bytes > self._bytes_before:
+            self._faults, self.started_at = 0, now
+            self.operation.created_at = now
+        self.note(error)
+        self._faults += 1
+        delay_s = self.policy.delay(self._faults - 1, now - self.started_at, self.hint_s(error), random.random)
+        if delay_s is None:
+            raise error
+        self.link.stats.retries += 1
+        self.emit_retry(attempt, delay_s, self.operation.last_error or "")
+        return delay_s
+
+    async def fetch(self, attempt: int) -> str | None:
+        """Fetch once, from where the part ends. Returns the checksum the service announced, if any."""
+        part = self.part
+        self._bytes_before = part.held_bytes
+        tag = part.tag
+        offset = self._bytes_before if tag is not None or self._sha256 else 0
+        headers = {"accept-encoding": "identity"}
+        if offset:
+            headers["range"] = f"bytes={offset}-"
+            if tag:
+                headers["if-range"] = tag
+        try:
+            response = await self._open(headers, attempt)
+            try:
+                return await self._receive(response, offset, tag)
+            finally:
+                response.close()
+        except APIConnectionError as error:
+            # The HTTP library names the whole address, which is signed: who has it, has the file.
+            text = re.sub(r"https?://[^\s)\"']+", "<address>", str(error))
+            raise type(error)(None, f"{part.name}: {text}") from None
+
+    async def _open(self, headers: dict[str, str], attempt: int) -> StreamedResponse:
+        """Return the response, after redirects: these may lead to another host, because no key is sent."""
+        url = self._url
+        for _ in range(REDIRECTS):
+            response = await open_download(self.link, url, headers, attempt)
+            if response.status not in (301, 302, 303, 307, 308):
+                return response
+            response.close()
+            target = urljoin(url, response.headers.get("location") or "")
+            if url.startswith("https:") and not target.startswith("https:"):
+                raise APIError(f"{self.part.name}: the download was redirected to an address without encryption.")
+            url = target
+        raise APIError(f"{self.part.name}: more than {REDIRECTS} redirects.")
+
+    async def _receive(self, response: StreamedResponse, offset: int, tag: str | None) -> str | None:
+        part = self.part
+        announced = _announced(response.headers)
+        span = _span(response.headers)
+        if response.status == 416 and offset and span.total == offset:
             return announced  # all of it was here already
-        if answer.status not in (200, 206) and not (answer.status == 416 and offset):
-            raise status_error(Response(answer.status, dict(answer.headers.items())), f"while downloading {part.name}")
-        if offset and answer.status != 200 and (span.start != offset or _is_other(answer.headers, tag)):
+        if response.status not in (200, 206) and not (response.status == 416 and offset):
+            headers = dict(response.headers.items())
+            raise status_error(Response(response.status, headers), f"while downloading {part.name}")
+        if offset and response.status != 200 and (span.start != offset or _is_other(response.headers, tag)):
             with _disk(part.path):
                 part.discard()
             raise APIConnectionError(None, "the file changed on the service; starting over.")
         total = span.total
-        if answer.status == 200:
-            offset, total = 0, _length(answer.headers)
+        if response.status == 200:
+            offset, total = 0, _length(response.headers)
             with _disk(part.path):
-                part.begin(answer.headers, bool(sha256 or announced))
-        with _disk(part.path):
-            file = part.path.open("ab")
-        with file:
-            if progress is not None:
-                progress(Progress(part.name, offset, total))
-            async for piece in answer.chunks():
-                with _disk(part.path):
-                    file.write(piece)
-                    file.flush()  # what is counted is on the disk; closing has nothing left to fail on
-                offset += len(piece)
-                if progress is not None:
-                    progress(Progress(part.name, offset, total))
+                part.begin(response.headers, bool(self._sha256 or announced))
+        offset = await self._append(response, offset, total)
         if total is not None and offset != total:
             raise APIConnectionError(None, f"the connection ended at {offset:,} of {total:,} bytes.")
         return announced
 
-
-@asynccontextmanager
-async def _opened(
-    connection: Connection, url: str, headers: dict[str, str], name: str
-) -> AsyncIterator[StreamedAnswer]:
-    """The answer, after redirects: these may lead to another host, because no key is sent."""
-    try:
-        for _ in range(REDIRECTS):
-            timeout_s = connection.config.timeout_s
-            async with connection.transport.open(Pool.TRAIN, "GET", url, headers, b"", timeout_s) as answer:
-                if answer.status not in (301, 302, 303, 307, 308):
-                    yield answer
-                    return
-                target = urljoin(url, answer.headers.get("location") or "")
-                if url.startswith("https:") and not target.startswith("https:"):
-                    raise APIError(f"{name}: the download was redirected to an address without encryption.")
-                url = target
-        raise APIError(f"{name}: more than {REDIRECTS} redirects.")
-    except APIConnectionError as problem:
-        # The HTTP library names the whole address, which is signed: who has it, has the file.
-        text = re.sub(r"https?://[^\s)\"']+", "<address>", str(problem))
-        raise type(problem)(None, f"{name}: {text}") from None
+    async def _append(self, response: StreamedResponse, offset: int, total: int | None) -> int:
+        """Write the body behind what is held; return how much is held then."""
+        part, progress = self.part, self._progress
+        with _disk(part.path):
+            file = part.path.open("ab")
+        with file:
+            if progress is not None:
+                progress(DownloadProgress(part.name, offset, total))
+            async for chunk in response.chunks():
+                with _disk(part.path):
+                    file.write(chunk)
+                    file.flush()  # what is counted is on the disk; closing has nothing left to fail on
+                offset += len(chunk)
+                if progress is not None:
+                    progress(DownloadProgress(part.name, offset, total))
+        return offset
 
 
 @contextmanager
@@ -191,8 +213,8 @@ def _disk(path: Path) -> Iterator[None]:
     """Only for calls that touch the disk: a full one is no fault of the service, and no reason to try again."""
     try:
         yield
-    except OSError as problem:
-        raise TinkexError(f"{path} cannot be written: {problem.strerror or problem}.") from problem
+    except OSError as error:
+        raise TinkexError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 class _Span(NamedTuple):
@@ -203,10 +225,10 @@ class _Span(NamedTuple):
 
 
 def _span(headers: Headers) -> _Span:
-    found = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("content-range") or "")
-    if found is None:
+    match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("content-range") or "")
+    if match is None:
         return _Span(None, None)
-    return _Span(int(found[1]) if found[1] else None, int(found[2]) if found[2] != "*" else None)
+    return _Span(int(match[1]) if match[1] else None, int(match[2]) if match[2] != "*" else None)
 
 
 def _length(headers: Headers) -> int | None:
@@ -221,15 +243,15 @@ def _validator(headers: Headers) -> str:
 
 
 def _is_other(headers: Headers, tag: str | None) -> bool:
-    """Whether a partial answer is of another version: not every service heeds `if-range`."""
-    found = _validator(headers)
-    return bool(tag and found and found != tag)
+    """Return whether a partial response is of another version: not every service heeds `if-range`."""
+    validator = _validator(headers)
+    return bool(tag and validator and validator != tag)
 
 
 def _announced(headers: Headers) -> str | None:
     """A sha-256 in hex from the headers that services use for it."""
     for name in ("x-checksum-sha256", "x-amz-meta-sha256"):
-        if found := headers.get(name):
-            return found.strip().lower()
+        if checksum := headers.get(name):
+            return checksum.strip().lower()
     digest = re.search(r"sha-256=:?([A-Za-z0-9+/]{43}=)", headers.get("repr-digest") or headers.get("digest") or "")
     return base64.b64decode(digest[1]).hex() if digest else None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.client._calls.call import call
+from tinkex.client._calls.handshake import ready
 from tinkex.client._runtime.loop import on_own_loop
 from tinkex.client._runtime.session import Session
 from tinkex.client.tokenizer import ServiceFiles, load, tokenizer_id
@@ -27,9 +28,9 @@ def tokenizer_by_name(session: Session, model_name: str) -> Any:
 def _load(session: Session, name: str) -> Any:
     if on_own_loop():
         raise WrongThread("get_tokenizer() waits for files and cannot run on the SDK's own loop thread.")
-    connection = session.connect()
-    connection.run(session.operation("tokenizer"), connection.ready).result()
-    if not connection.extensions.get("tokenizers"):
+    link = session.link()
+    link.operations.run(session.operation("tokenizer"), lambda: ready(link)).result()
+    if not link.extensions.get("tokenizers"):
         return load(name)
 
     def fetch(file: str) -> bytes | None:
@@ -38,11 +39,11 @@ def _load(session: Session, name: str) -> Any:
 
         async def work() -> bytes | None:
             try:
-                return (await call(connection, endpoints.TOKENIZER_FILE, operation=operation, path=path)).content
+                return (await call(link, endpoints.TOKENIZER_FILE, operation=operation, path=path)).content
             except NotFoundError:
                 return None
 
-        return connection.run(operation, work).result()
+        return link.operations.run(operation, work).result()
 
     config = session.config
     return load(name, ServiceFiles(fetch, Path(config.cache_dir), config.base_url))

@@ -12,11 +12,11 @@ from tinkex.client._http.exchange import Connection
 from tinkex.client._http.http1 import Http1
 from tinkex.errors import ConfigError
 
-PROXY_ANSWER_BYTES = 1 << 16
+PROXY_RESPONSE_BYTES = 1 << 16
 
 
 class Origin(NamedTuple):
-    """Where a connection leads."""
+    """Where a connection leads, and through which proxy."""
 
     scheme: str
     host: str
@@ -30,19 +30,19 @@ class Origin(NamedTuple):
 
 
 def tls_context(ca_file: str | None) -> ssl.SSLContext:
-    """The system's certificates (SSL_CERT_FILE is obeyed by OpenSSL itself) and those of `ca_file`."""
+    """Return a context that trusts the system's certificates (OpenSSL itself obeys SSL_CERT_FILE) and `ca_file`."""
     context = ssl.create_default_context()
     if ca_file is not None:
         try:
             context.load_verify_locations(ca_file)
-        except (OSError, ssl.SSLError) as problem:
-            raise ConfigError(f"ca_file {ca_file} cannot be used: {problem}.") from None
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"ca_file {ca_file} cannot be used: {error}.") from None
     context.set_alpn_protocols(["h2", "http/1.1"])
     return context
 
 
 async def dial(origin: Origin, context: ssl.SSLContext | None) -> Connection:
-    """A connection that is ready for requests. Raises OSError (ssl.SSLError among them)."""
+    """Return a connection that is ready for requests. Raises OSError (ssl.SSLError among them)."""
     loop = asyncio.get_running_loop()
     tls = context if origin.scheme == "https" else None
     if origin.proxy is None:
@@ -87,7 +87,7 @@ class _Chooser(asyncio.Protocol):
         assert self._chosen is not None
         if self._chosen.settled is not None:
             try:
-                # A round trip at most, once for each connection: a burst must not start more than the service takes.
+                # A round trip at most, once per connection: a burst must not start more than the service takes.
                 await self._chosen.settled
             except BaseException:
                 self._chosen.close()
@@ -96,22 +96,22 @@ class _Chooser(asyncio.Protocol):
 
 
 class _Tunnel(asyncio.Protocol):
-    """Reads a proxy's answer to CONNECT."""
+    """Reads a proxy's response to CONNECT."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.answer: asyncio.Future[bytes] = loop.create_future()
+        self.response: asyncio.Future[bytes] = loop.create_future()
         self._read = b""
 
     def data_received(self, data: bytes) -> None:
         self._read += data
-        if b"\r\n\r\n" in self._read and not self.answer.done():
-            self.answer.set_result(self._read)
-        elif len(self._read) > PROXY_ANSWER_BYTES and not self.answer.done():
-            self.answer.set_exception(OSError("the proxy's answer does not end"))
+        if b"\r\n\r\n" in self._read and not self.response.done():
+            self.response.set_result(self._read)
+        elif len(self._read) > PROXY_RESPONSE_BYTES and not self.response.done():
+            self.response.set_exception(OSError("the proxy's response does not end"))
 
-    def connection_lost(self, problem: Exception | None) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(problem or OSError("the proxy closed the connection"))
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.response.done():
+            self.response.set_exception(error or OSError("the proxy closed the connection"))
 
 
 async def _tunnel(
@@ -127,10 +127,10 @@ async def _tunnel(
     extra = f"proxy-authorization: {authorization}\r\n" if authorization else ""
     transport.write(f"CONNECT {target} HTTP/1.1\r\nhost: {target}\r\n{extra}\r\n".encode("latin-1"))
     try:
-        answer = await tunnel.answer
-        status = answer.split(b"\r\n", 1)[0].split(b" ", 2)
+        response = await tunnel.response
+        status = response.split(b"\r\n", 1)[0].split(b" ", 2)
         if len(status) < 2 or not status[1].startswith(b"2"):
-            raise OSError(f"the proxy refused: {answer[:80].decode('latin-1').splitlines()[0]}")
+            raise OSError(f"the proxy rejected it: {response[:80].decode('latin-1').splitlines()[0]}")
         chooser = _Chooser(loop)
         upgraded = await loop.start_tls(transport, chooser, tls, server_hostname=origin.host)
         if upgraded is None:

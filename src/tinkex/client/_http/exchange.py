@@ -1,25 +1,25 @@
-"""One request and its answer on the way, whatever the version of HTTP: what connections fill and callers wait for."""
+"""`Exchange`: one request and its response, whatever the version of HTTP. Connections fill it, callers wait for it."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from tinkex.errors import ValidationError
 
 STREAM_BUFFER = 1 << 20
-"""Bytes kept for a slow reader of a stream; beyond that the socket waits, and with it the service."""
+"""Bytes buffered for a slow reader of a stream; beyond that the socket waits, and with it the service."""
 
 
 _BAD_HEADER = re.compile(r"[^\t\x20-\xff]")
 _BAD_TARGET = re.compile(r"[^\x21-\xff]")
 
 
-class Request(NamedTuple):
-    """What is to be sent. `target` is the path with its query, as it stands in a URL."""
+class HTTPRequest(NamedTuple):
+    """A request to send. `target` is the path with its query, as it stands in a URL."""
 
     method: str
     scheme: str
@@ -29,7 +29,7 @@ class Request(NamedTuple):
     content: bytes
 
     def check(self) -> None:
-        """Refuse what no version of HTTP can carry, before any of it is written."""
+        """Reject what no version of HTTP can carry, before any of it is written."""
         for name, value in self.headers.items():
             if _BAD_HEADER.search(value) or _BAD_HEADER.search(name):
                 raise ValidationError(f"The header {name!r} holds a line break or a character that headers cannot.")
@@ -37,16 +37,16 @@ class Request(NamedTuple):
             raise ValidationError("The address holds a character that must be written as %XX there.")
 
 
-class Lost(Exception):
-    """The connection ended before the answer did. `is_untouched`: the service cannot have acted on the request."""
+class ConnectionLost(Exception):
+    """The connection ended before the response did. `is_untouched`: the service cannot have acted on the request."""
 
     def __init__(self, reason: str, *, is_untouched: bool = False) -> None:
         super().__init__(reason)
         self.is_untouched = is_untouched
 
 
-class Silent(Exception):
-    """Neither a byte came nor one went for too long."""
+class ReadTimeout(Exception):
+    """For too long, no byte came and none went."""
 
 
 class Exchange:
@@ -66,13 +66,13 @@ class Exchange:
         self.error: Exception | None = None
         self.buffered = 0
         self.last_activity = loop.time()
-        """When a byte of this exchange last came or went. Others on the same connection do not count."""
+        """When a byte of this exchange last came or went. Other exchanges on the same connection do not count."""
         self.release: Callable[[], None] = _nothing
-        """Gives the place on the connection back: called once, when the exchange has ended."""
+        """Gives the connection back to the pool: called once, when the exchange has ended."""
         self.timer: asyncio.TimerHandle | None = None
-        """The pool's look at whether anything still moves, while a caller waits for the answer (or its beginning)."""
+        """The pool's check whether anything still moves, while a caller waits for the response (or its headers)."""
         self.abandon: Callable[[], None] = _nothing
-        """Ends the exchange if it has not ended: nobody reads any further."""
+        """Ends the exchange if it has not ended: its reader has gone."""
         self._pieces: deque[bytes] = deque()
         self._news: asyncio.Event | None = asyncio.Event() if is_streamed else None
         self._resume: Callable[[], None] = _nothing
@@ -112,7 +112,7 @@ class Exchange:
                     waiter.set_result(None)
                 else:
                     waiter.set_exception(error)
-                    waiter.exception()  # seen by whoever waits; nobody may be left to
+                    waiter.exception()  # marked as seen: no waiter may be left
         if self._news is not None:
             self._news.set()
         self.release()
@@ -121,16 +121,21 @@ class Exchange:
         """The whole body, once ended."""
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives."""
+    async def next_piece(self) -> bytes:
+        """Take the next piece of the body as it arrives; b"" at its end."""
+        await self.wait_for_piece()
+        if not self._pieces:
+            return b""
+        piece = self._pieces.popleft()
+        self.buffered -= len(piece)
+        if self.buffered < STREAM_BUFFER // 2:
+            self._resume()
+        return piece
+
+    async def wait_for_piece(self) -> None:
+        """Return when a piece of the body is here or the body has ended; raise what broke it off."""
         assert self._news is not None
-        while True:
-            while self._pieces:
-                piece = self._pieces.popleft()
-                self.buffered -= len(piece)
-                if self.buffered < STREAM_BUFFER // 2:
-                    self._resume()
-                yield piece
+        while not self._pieces:
             if self._is_ended:
                 if self.error is not None:
                     raise self.error
@@ -140,7 +145,7 @@ class Exchange:
 
 
 class Connection(Protocol):
-    """What the pool asks of a connection of either version."""
+    """What the pool needs of a connection of either version."""
 
     capacity: int
     in_use: int
@@ -151,10 +156,10 @@ class Connection(Protocol):
     settled: asyncio.Future[None] | None
     """Done when the service has said how many exchanges it takes; None where that is not a question."""
 
-    def start(self, request: Request, exchange: Exchange) -> None: ...
+    def start(self, request: HTTPRequest, exchange: Exchange) -> None: ...
 
     def abandon(self, exchange: Exchange) -> None:
-        """Nobody waits for this answer any more."""
+        """Stop an exchange that no caller waits for any more."""
 
     def unsent_bytes(self, exchange: Exchange) -> int: ...
 

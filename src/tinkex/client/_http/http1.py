@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection, one exchange at a time. Answers are read by httptools (llhttp, the parser of Node)."""
+"""One HTTP/1.1 connection, one exchange at a time. httptools (llhttp, the parser of Node) parses the responses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import httptools
 
-from tinkex.client._http.exchange import Exchange, Lost, Request
+from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest
 
 
 class Http1(asyncio.Protocol):
-    """Written and read on the loop thread."""
+    """An asyncio protocol; used on the loop thread only."""
 
     capacity = 1
     settled: asyncio.Future[None] | None = None
@@ -33,9 +33,9 @@ class Http1(asyncio.Protocol):
         self.was_used = False
         self.last_activity = self.idle_since = loop.time()
 
-    # -- what the pool asks -----------------------------------------------------------------------------------------
+    # -- called by the pool -----------------------------------------------------------------------------------------
 
-    def start(self, request: Request, exchange: Exchange) -> None:
+    def start(self, request: HTTPRequest, exchange: Exchange) -> None:
         request.check()
         head = self._head(request)
         self._exchange = exchange
@@ -47,7 +47,7 @@ class Http1(asyncio.Protocol):
             self._transport.write(request.content)
 
     def abandon(self, exchange: Exchange) -> None:
-        # The answer may still come: a connection that owes one cannot be used again.
+        # The response may still come: a connection that owes one cannot be used again.
         if exchange is self._exchange:
             self._exchange = None
             self.close()
@@ -59,7 +59,7 @@ class Http1(asyncio.Protocol):
         self.is_closed = True
         self._transport.abort()
 
-    def _head(self, request: Request) -> bytes:
+    def _head(self, request: HTTPRequest) -> bytes:
         target = request.target
         if self._via_proxy:
             target = f"{request.scheme}://{request.authority}{target}"
@@ -73,7 +73,7 @@ class Http1(asyncio.Protocol):
         lines.append("\r\n")
         return "".join(lines).encode("latin-1")
 
-    # -- what asyncio tells -----------------------------------------------------------------------------------------
+    # -- called by asyncio -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -81,17 +81,17 @@ class Http1(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.last_activity = self._loop.time()
         if self._exchange is None:
-            self.close()  # an answer that nobody asked for
+            self.close()  # a response without a request
             return
         self._exchange.last_activity = self.last_activity
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as problem:
-            self._fail(Lost(f"the answer is not HTTP: {problem}"))
+        except httptools.HttpParserError as error:
+            self._fail(ConnectionLost(f"the response is not HTTP: {error}"))
 
     def eof_received(self) -> None:
         exchange = self._exchange
-        # An answer without a length ends with its connection.
+        # A response without a length ends with its connection.
         if (
             exchange is not None
             and exchange.has_begun
@@ -101,25 +101,25 @@ class Http1(asyncio.Protocol):
             self.is_closed = True
             exchange.finish()
 
-    def connection_lost(self, problem: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         self.is_closed = True
         if self._exchange is not None:
-            reason = str(problem) if problem else "closed by the service"
-            begun = "in the middle of its answer" if self._exchange.has_begun else "before it answered"
-            self._fail(Lost(f"connection lost {begun} ({reason})"))
+            reason = str(error) if error else "closed by the service"
+            begun = "in the middle of its response" if self._exchange.has_begun else "before it responded"
+            self._fail(ConnectionLost(f"connection lost {begun} ({reason})"))
 
-    def _fail(self, problem: Lost) -> None:
+    def _fail(self, error: ConnectionLost) -> None:
         exchange, self._exchange = self._exchange, None
         self.close()
         if exchange is not None:
-            exchange.fail(problem)
+            exchange.fail(error)
 
-    # -- what the parser tells --------------------------------------------------------------------------------------
+    # -- called by the parser --------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._headers = {}
         if self._exchange is None:
-            self.close()  # more than the answer: what follows on this connection could be taken for another's
+            self.close()  # more than the response: the surplus could be taken for the next one
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -138,9 +138,9 @@ class Http1(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._status < 200:
-            return  # an interim answer: the real one follows
+            return  # an interim response: the real one follows
         exchange, self._exchange = self._exchange, None
-        # Answered before it had all of the request: where the next one begins is anybody's guess.
+        # The service responded before it had all of the request: it could not tell where the next one begins.
         if not self._parser.should_keep_alive() or self._transport.get_write_buffer_size():
             self.close()
         self._resume()

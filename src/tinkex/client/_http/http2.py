@@ -1,4 +1,4 @@
-"""One HTTP/2 connection with many exchanges at once. Frames and state are h2's; this is the I/O around it."""
+"""One HTTP/2 connection with many exchanges at once. h2 does frames and state; this module does the I/O."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import h2.exceptions
 import h2.settings
 from h2.connection import ConnectionInputs, ConnectionState
 
-from tinkex.client._http.exchange import Exchange, Lost, Request
+from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest
 
 STREAMS = 100
 """Exchanges per connection, if the service allows as many: beyond that another connection is opened."""
 STREAM_WINDOW = 1 << 22
 CONNECTION_WINDOW = 1 << 24
-"""How much may be on its way to us; the protocol's default of 64 KiB costs a round trip for each piece of that size."""
+"""How many bytes may be on their way to us: the default of 64 KiB costs a round trip for each piece of that size."""
 _CONFIG = h2.config.H2Configuration(
     client_side=True, header_encoding="latin-1", validate_outbound_headers=False, normalize_outbound_headers=False
 )
@@ -27,8 +27,8 @@ _HOP_BY_HOP = frozenset({"connection", "keep-alive", "host", "transfer-encoding"
 
 
 class _Patient(h2.connection.H2ConnectionStateMachine):
-    """Reads on after a GOAWAY, where h2 would refuse every further frame: gateways say it while answers are on their
-    way (each time a connection has served its thousand requests), and go on with those."""
+    """Reads on after a GOAWAY, where h2 would reject every further frame: gateways send it while responses are on
+    their way (each time a connection has served its thousand requests), and then finish those."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Patient(h2.connection.H2ConnectionStateMachine):
 
 
 class Http2(asyncio.Protocol):
-    """Written and read on the loop thread."""
+    """An asyncio protocol; used on the loop thread only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -56,9 +56,9 @@ class Http2(asyncio.Protocol):
         self.settled: asyncio.Future[None] | None = loop.create_future()
         self.last_activity = self.idle_since = loop.time()
 
-    # -- what the pool asks -----------------------------------------------------------------------------------------
+    # -- called by the pool -----------------------------------------------------------------------------------------
 
-    def start(self, request: Request, exchange: Exchange) -> None:
+    def start(self, request: HTTPRequest, exchange: Exchange) -> None:
         request.check()
         headers = [
             (":method", request.method),
@@ -72,9 +72,9 @@ class Http2(asyncio.Protocol):
         try:
             number = self._h2.get_next_available_stream_id()
             self._h2.send_headers(number, headers, end_stream=not request.content)
-        except h2.exceptions.ProtocolError as problem:
+        except h2.exceptions.ProtocolError as error:
             self.capacity = 0  # no stream can be opened here any more
-            exchange.fail(Lost(f"the connection takes no more requests ({problem})", is_untouched=True))
+            exchange.fail(ConnectionLost(f"the connection takes no more requests ({error})", is_untouched=True))
             return
         self._streams[number] = exchange
         self._numbers[exchange] = number
@@ -92,14 +92,14 @@ class Http2(asyncio.Protocol):
             self._flush()
 
     def unsent_bytes(self, exchange: Exchange) -> int:
-        held = 0 if self.is_closed else self._transport.get_write_buffer_size()
-        return held + len(self._unsent.get(self._numbers.get(exchange, 0), b""))
+        in_socket = 0 if self.is_closed else self._transport.get_write_buffer_size()
+        return in_socket + len(self._unsent.get(self._numbers.get(exchange, 0), b""))
 
     def close(self) -> None:
         self.is_closed = True
         self._transport.abort()
 
-    # -- what asyncio tells -----------------------------------------------------------------------------------------
+    # -- called by asyncio -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -116,23 +116,23 @@ class Http2(asyncio.Protocol):
         self._is_writable = True
         self._pump()
 
-    def connection_lost(self, problem: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         self.is_closed = True
-        reason = str(problem) if problem else "closed by the service"
+        reason = str(error) if error else "closed by the service"
         if self.settled is not None and not self.settled.done():
             self.settled.set_exception(OSError(f"connection lost ({reason})"))
-            self.settled.exception()  # seen by whoever waits; nobody may be left to
+            self.settled.exception()  # marked as seen: no waiter may be left
         for number in list(self._streams):
-            self._fail(number, Lost(f"connection lost ({reason})"))
+            self._fail(number, ConnectionLost(f"connection lost ({reason})"))
 
     def data_received(self, data: bytes) -> None:
         self.last_activity = self._loop.time()
         try:
             for event in self._h2.receive_data(data):
                 self._on(event)
-        except h2.exceptions.ProtocolError as problem:
+        except h2.exceptions.ProtocolError as error:
             for number in list(self._streams):
-                self._fail(number, Lost(f"the answer is not HTTP/2: {problem}"))
+                self._fail(number, ConnectionLost(f"the response is not HTTP/2: {error}"))
             self._flush()
             self.close()
             return
@@ -147,18 +147,21 @@ class Http2(asyncio.Protocol):
             case h2.events.StreamEnded(stream_id=number) if number in self._streams:
                 exchange = self._streams[number]
                 self._numbers.pop(exchange, None)
-                if number in self._unsent:  # answered before it had all of the body: it wants no more of it
+                if number in self._unsent:  # the service has responded before it had all of the body
                     self._reset(number)
                 self._forget(number)
                 exchange.finish()
             case h2.events.StreamReset(stream_id=number) if number in self._streams:
                 is_untouched = event.error_code == h2.errors.ErrorCodes.REFUSED_STREAM
-                self._fail(number, Lost(f"stream reset by the service ({event.error_code})", is_untouched=is_untouched))
+                self._fail(
+                    number,
+                    ConnectionLost(f"stream reset by the service ({event.error_code})", is_untouched=is_untouched),
+                )
             case h2.events.ConnectionTerminated():
-                # The service is leaving: what it has not begun it will not do; the rest may still be answered.
+                # The service is leaving: it will not do what it has not begun; the rest may still get its response.
                 self.capacity = 0
                 for number in [open_ for open_ in self._streams if open_ > (event.last_stream_id or 0)]:
-                    self._fail(number, Lost("the service closes this connection (GOAWAY)", is_untouched=True))
+                    self._fail(number, ConnectionLost("the service closes this connection (GOAWAY)", is_untouched=True))
                 if not self._streams:
                     self.close()
             case h2.events.RemoteSettingsChanged():
@@ -195,11 +198,11 @@ class Http2(asyncio.Protocol):
         except h2.exceptions.ProtocolError:
             pass  # the service was quicker
 
-    def _fail(self, number: int, problem: Lost) -> None:
+    def _fail(self, number: int, error: ConnectionLost) -> None:
         exchange = self._streams[number]
         self._numbers.pop(exchange, None)
         self._forget(number)
-        exchange.fail(problem)
+        exchange.fail(error)
 
     def _forget(self, number: int) -> None:
         del self._streams[number]

@@ -1,4 +1,4 @@
-"""The connections of one kind of traffic to one origin: opened when needed, used again, never more than the limit,
+"""A pool of connections of one kind of traffic to one origin: opened when needed, reused, never more than the limit,
 closed when idle. First come, first served."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ssl
 from collections import deque
 
 from tinkex.client._http.dial import Origin, dial
-from tinkex.client._http.exchange import Connection, Exchange, Lost, Request, Silent
+from tinkex.client._http.exchange import Connection, ConnectionLost, Exchange, HTTPRequest, ReadTimeout
 
 log = logging.getLogger("tinkex.http")
 CONNECT_TIMEOUT_S = 10.0
@@ -18,7 +18,7 @@ IDLE_S = 60.0
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 SPARE_FILES = 8
 ASSUMED_STREAMS = 100
-"""Behind TLS there may be HTTP/2: the first connection is waited for, instead of opening one for each request."""
+"""Behind TLS there may be HTTP/2: wait for the first connection instead of opening one for each request."""
 
 
 class ConnectTimeout(OSError):
@@ -26,7 +26,7 @@ class ConnectTimeout(OSError):
 
 
 class ConnectionPool:
-    """Loop thread."""
+    """Sends requests over its connections. Loop thread."""
 
     def __init__(self, origin: Origin, limit: int, context: ssl.SSLContext | None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -37,7 +37,7 @@ class ConnectionPool:
         self._idle: deque[Connection] = deque()
         self._opening = 0
         self._streams = ASSUMED_STREAMS if origin.scheme == "https" else 1
-        """How many exchanges a new connection will carry: known once one is open."""
+        """How many exchanges a new connection will carry: known once a first one is open."""
         self._waiters: deque[asyncio.Future[Connection | None]] = deque()
         self._reaper: asyncio.TimerHandle | None = None
 
@@ -45,53 +45,60 @@ class ConnectionPool:
     def size(self) -> int:
         return len(self._connections) + self._opening
 
-    async def exchange(self, request: Request, timeout_s: float, is_streamed: bool = False) -> Exchange:
-        """Send, and wait for the whole answer (or its beginning, if streamed). Raises Lost, Silent or OSError."""
-        may_repeat = True
-        while True:
-            connection = await self._acquire()
-            is_fresh, connection.was_used = not connection.was_used, True
-            exchange = self._new_exchange(connection, is_streamed)
-            try:
-                connection.start(request, exchange)
-                await self._wait(connection, exchange, timeout_s)
-                return exchange
-            except Lost as problem:
-                # A connection that the service closed while it was idle, found out only now: nothing of an answer
-                # came. Once more, at once, on another; the idempotency key and the seq_id make that harmless.
-                if exchange.has_begun or not may_repeat or (is_fresh and not problem.is_untouched):
-                    raise
-                may_repeat = False
-            except BaseException:
-                self._give_up(connection, exchange)
+    async def exchange(self, request: HTTPRequest, timeout_s: float, is_streamed: bool = False) -> Exchange:
+        """Send, and wait for the whole response (or its headers, if streamed).
+
+        Raises ConnectionLost, ReadTimeout or OSError.
+        """
+        connection = await self._acquire()
+        is_fresh, connection.was_used = not connection.was_used, True
+        exchange = self._new_exchange(connection, is_streamed)
+        try:
+            await self._send(connection, exchange, request, timeout_s)
+            return exchange
+        except ConnectionLost as error:
+            if exchange.has_begun or (is_fresh and not error.is_untouched):
                 raise
+        # No retry, but a rule of the transport: the service had closed the connection while it was idle, or rejected
+        # the stream unread, and nothing of a response came. Once more, at once, on another connection; the idempotency
+        # key and the seq_id make that harmless. A second loss is the caller's to handle.
+        connection = await self._acquire()
+        connection.was_used = True
+        exchange = self._new_exchange(connection, is_streamed)
+        await self._send(connection, exchange, request, timeout_s)
+        return exchange
 
     def _new_exchange(self, connection: Connection, is_streamed: bool) -> Exchange:
         exchange = Exchange(self._loop, is_streamed)
         exchange.release = lambda: self._release(connection)
         if is_streamed:
-            exchange.abandon = lambda: self._give_up(connection, exchange)
+            exchange.abandon = lambda: self._abandon(connection, exchange)
         return exchange
 
-    async def _wait(self, connection: Connection, exchange: Exchange, timeout_s: float) -> None:
-        unsent = connection.unsent_bytes(exchange)
-        exchange.timer = self._loop.call_later(timeout_s, self._check_silence, connection, exchange, timeout_s, unsent)
+    async def _send(self, connection: Connection, exchange: Exchange, request: HTTPRequest, timeout_s: float) -> None:
         try:
+            connection.start(request, exchange)
+            unsent = connection.unsent_bytes(exchange)
+            exchange.timer = self._loop.call_later(
+                timeout_s, self._check_silence, connection, exchange, timeout_s, unsent
+            )
             await (exchange.ended if exchange.begun is None else exchange.begun)
-        except asyncio.CancelledError:
-            self._give_up(connection, exchange)
+        except ConnectionLost:
+            raise
+        except BaseException:
+            self._abandon(connection, exchange)
             raise
         finally:
             if exchange.timer is not None:
                 exchange.timer.cancel()
 
     def _check_silence(self, connection: Connection, exchange: Exchange, timeout_s: float, unsent_before: int) -> None:
-        """Time is up if nothing has moved in either direction; a slow line that moves may take longer."""
+        """Fail the exchange if nothing has moved in either direction; a slow line that moves may take longer."""
         if exchange.ended.done():
             return
         unsent = connection.unsent_bytes(exchange)
         if unsent < unsent_before:
-            exchange.last_activity = self._loop.time()  # or a little earlier; the answer has its full time from here
+            exchange.last_activity = self._loop.time()  # or a little earlier; the response has its full time from here
         silent_s = self._loop.time() - exchange.last_activity
         if silent_s < timeout_s * 0.99:
             wait_s = max(timeout_s - silent_s, 0.01)
@@ -99,17 +106,17 @@ class ConnectionPool:
             return
         connection.abandon(exchange)
         if self._loop.time() - connection.last_activity >= timeout_s * 0.99:
-            # Not this exchange alone: the line is dead. Those that lay idle meanwhile are no better, and who comes next
-            # must not find that out one by one.
+            # Not this exchange alone: the line is dead. Connections that were idle meanwhile are no better, and later
+            # requests must not find that out one by one.
             connection.close()
             self._drop_idle()
         exchange.fail(
-            Silent(f"nothing came for {timeout_s:.0f} s" if timeout_s >= 1 else f"nothing came for {timeout_s} s")
+            ReadTimeout(f"nothing came for {timeout_s:.0f} s" if timeout_s >= 1 else f"nothing came for {timeout_s} s")
         )
 
-    def _give_up(self, connection: Connection, exchange: Exchange) -> None:
+    def _abandon(self, connection: Connection, exchange: Exchange) -> None:
         connection.abandon(exchange)
-        exchange.fail(Lost("given up by the caller"))
+        exchange.fail(ConnectionLost("abandoned by the caller"))
 
     # -- connections ------------------------------------------------------------------------------------------------
 
@@ -119,15 +126,15 @@ class ConnectionPool:
             if connection is not None:
                 connection.in_use += 1
                 return connection
-            # Places that the connections being opened will have, beyond those for whoever opens them.
+            # Exchanges that the connections being opened will carry, beyond those of the callers that open them.
             coming = self._opening * (self._streams - 1)
             if self.size < self._limit and len(self._waiters) >= coming:
                 try:
                     return await self._open()
-                except OSError as problem:
-                    if problem.errno not in NO_FILES or not self._connections:
+                except OSError as error:
+                    if error.errno not in NO_FILES or not self._connections:
                         raise
-                    # Too many open files: make do with fewer, instead of failing what could wait.
+                    # Too many open files: go on with fewer connections instead of failing requests that could wait.
                     self._limit = max(len(self._connections) - SPARE_FILES, 1)
                     log.warning(
                         "Too many open files: going on with %d connections to %s.", self._limit, self._origin.host
@@ -138,13 +145,13 @@ class ConnectionPool:
             try:
                 handed = await waiter
             except asyncio.CancelledError:
-                # Woken and cancelled in the same tick: what was meant for it goes to the next.
+                # Woken and cancelled in the same tick: pass on to the next waiter what was meant for this one.
                 if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                    given = waiter.result()
-                    if given is None:
+                    connection = waiter.result()
+                    if connection is None:
                         self._wake_one()
                     else:
-                        self._release(given)
+                        self._release(connection)
                 raise
             if handed is not None:
                 if not handed.is_closed:
@@ -167,17 +174,17 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await dial(self._origin, self._context)
-        except OSError as problem:  # TimeoutError is one
+        except OSError as error:  # TimeoutError is one
             self._opening -= 1
-            if isinstance(problem, TimeoutError):
-                problem = ConnectTimeout(f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
-            if problem.errno not in NO_FILES:
-                self._disappoint(problem)
+            if isinstance(error, TimeoutError):
+                error = ConnectTimeout(f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
+            if error.errno not in NO_FILES:
+                self._fail_waiters(error)
             self._wake_one()
-            raise problem from None
+            raise error from None
         except BaseException:
             self._opening -= 1
-            self._wake_one()  # given up by its caller, not by the service: the next may try
+            self._wake_one()  # abandoned by its caller, not failed by the service: the next may try
             raise
         self._opening -= 1
         connection.in_use = 1
@@ -185,19 +192,19 @@ class ConnectionPool:
         self._streams = connection.capacity
         if connection.capacity > 1:
             self._idle.append(connection)
-        # Those who find place on it; or, if it carries one exchange only, those who may now open their own.
+        # Wake those that fit onto it; or, if it carries one exchange only, those that may now open their own.
         for _ in range(connection.capacity - 1 or self._limit - self.size):
             self._wake_one()
         return connection
 
-    def _disappoint(self, problem: OSError) -> None:
-        """A connection could not be opened: those who waited for places on it hear so at once, not one by one."""
+    def _fail_waiters(self, error: OSError) -> None:
+        """A connection could not be opened: fail those that waited for it at once, not one by one."""
         for _ in range(self._streams - 1):
             if not self._waiters:
                 return
             waiter = self._waiters.popleft()
             if not waiter.done():
-                waiter.set_exception(problem)
+                waiter.set_exception(error)
 
     def _release(self, connection: Connection) -> None:
         connection.in_use -= 1
@@ -214,7 +221,8 @@ class ConnectionPool:
                     waiter.set_result(connection)
                     return
         connection.idle_since = self._loop.time()
-        if connection not in self._idle if connection.capacity > 1 else True:
+        # Over HTTP/2 a connection with room for more is in `_idle` already, even while it is in use.
+        if connection.capacity == 1 or connection not in self._idle:
             self._idle.append(connection)
         self._wake_one()
         if self._reaper is None:
@@ -234,21 +242,21 @@ class ConnectionPool:
             connection.close()
 
     def _drop_idle(self) -> None:
-        idle, self._idle = self._idle, deque(kept for kept in self._idle if kept.in_use)
+        idle, self._idle = self._idle, deque(each for each in self._idle if each.in_use)
         for connection in idle:
             if not connection.in_use:
                 self._drop(connection)
 
     def _reap(self) -> None:
-        """Close what has been idle for long, so that a burst does not hold its connections for ever."""
+        """Close connections that have been idle for long, so that a burst does not keep its connections for ever."""
         self._reaper = None
         now = self._loop.time()
-        kept: deque[Connection] = deque()
+        still_idle: deque[Connection] = deque()
         for connection in self._idle:
             if connection.in_use == 0 and (connection.is_closed or now - connection.idle_since >= IDLE_S):
                 self._drop(connection)
             else:
-                kept.append(connection)
-        self._idle = kept
-        if kept:
+                still_idle.append(connection)
+        self._idle = still_idle
+        if still_idle:
             self._reaper = self._loop.call_later(IDLE_S / 2, self._reap)

@@ -8,59 +8,81 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from tinkex import settings
 from tinkex.client._http.dial import Origin, tls_context
-from tinkex.client._http.exchange import Exchange, Lost, Request, Silent
+from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest, ReadTimeout
 from tinkex.client._http.pool import ConnectionPool, ConnectTimeout
-from tinkex.client._runtime.loop import after_fork_in_child
+from tinkex.client._runtime.fork import ProcessRegistry
 from tinkex.errors import APIConnectionError, APIResponseValidationError, APITimeoutError, ValidationError
 from tinkex.settings import Config
 from tinkex.wire.body import decompress
 from tinkex.wire.endpoints import Pool
 
 REDIRECTS = 5
+T = TypeVar("T")
 Headers = Mapping[str, str]
-"""An answer's headers, under lower-case names."""
+"""A response's headers, under lower-case names."""
 
 
-class Answer(NamedTuple):
-    """A whole answer of any status."""
+class Target(NamedTuple):
+    """Where a URL leads: the connection's origin, the `host` header, the path with its query."""
+
+    origin: Origin
+    authority: str
+    path: str
+
+
+class HTTPResponse(NamedTuple):
+    """A whole response of any status."""
 
     status: int
     headers: Headers
     content: bytes
 
 
-class StreamedAnswer:
-    """An answer whose body is read piece by piece."""
+class StreamedResponse:
+    """A response whose body is read chunk by chunk. `close` it, however it ended."""
 
     def __init__(self, exchange: Exchange, timeout_s: float) -> None:
         self.status = exchange.status
         self.headers: Headers = exchange.headers
+        self.received_bytes = 0
+        self.on_close: Callable[[], None] | None = None
+        """Called once, when the response is closed."""
         self._exchange = exchange
         self._timeout_s = timeout_s
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Silence longer than the timeout is an error."""
-        source = aiter(self._exchange.pieces())
-        while True:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    piece = await anext(source)
-            except StopAsyncIteration:
-                return
-            except (Lost, Silent, OSError) as problem:
-                raise _translated(problem, "reading the answer") from None
-            yield piece
+    async def wait_for_body(self) -> None:
+        """Return when the first byte of the body is here: until then a request may be sent again."""
+        await self._in_time(self._exchange.wait_for_piece())
 
-    async def whole(self) -> Answer:
-        return Answer(self.status, self.headers, b"".join([piece async for piece in self.chunks()]))
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body as it arrives. Silence longer than the timeout is an error."""
+        while chunk := await self._in_time(self._exchange.next_piece()):
+            self.received_bytes += len(chunk)
+            yield chunk
+
+    async def read(self) -> HTTPResponse:
+        """Return the response with the whole body."""
+        return HTTPResponse(self.status, self.headers, b"".join([chunk async for chunk in self.chunks()]))
+
+    def close(self) -> None:
+        """End the exchange if it has not ended. Closing twice is harmless."""
+        self._exchange.abandon()
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
+
+    async def _in_time(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work
+        except (ConnectionLost, ReadTimeout, OSError) as error:
+            raise _translated(error, "reading the response") from None
 
 
 class Transport:
@@ -70,7 +92,7 @@ class Transport:
         self._config = config
         self._tls: ssl.SSLContext | None = None
         self._pools: dict[tuple[Pool, Origin], ConnectionPool] = {}
-        self._places: dict[str, tuple[Origin, str, str]] = {}
+        self._targets: dict[str, Target] = {}
         self._base = urlsplit(config.base_url)[:2]
 
     async def send(
@@ -83,8 +105,8 @@ class Transport:
         timeout_s: float,
         *,
         follow: bool = True,
-    ) -> Answer:
-        """One exchange. Raises APIConnectionError or APITimeoutError; any status is an answer."""
+    ) -> HTTPResponse:
+        """Send, and return the whole response, whatever its status. Raises APIConnectionError or APITimeoutError."""
         for _ in range(REDIRECTS):
             exchange = await self._exchange(pool, method, url, headers, content, timeout_s, False)
             if not (follow and exchange.status in (301, 302, 303, 307, 308)):
@@ -92,16 +114,11 @@ class Transport:
             url = self._next_url(url, exchange.headers.get("location"))
         raise APIResponseValidationError(message=f"{method} {url}: more than {REDIRECTS} redirects.")
 
-    @asynccontextmanager
     async def open(
         self, pool: Pool, method: str, url: str, headers: Mapping[str, str], content: bytes, timeout_s: float
-    ) -> AsyncIterator[StreamedAnswer]:
-        """An exchange whose answer is read piece by piece; leaving the block early ends it."""
-        exchange = await self._exchange(pool, method, url, headers, content, timeout_s, True)
-        try:
-            yield StreamedAnswer(exchange, timeout_s)
-        finally:
-            exchange.abandon()
+    ) -> StreamedResponse:
+        """Send, and return the response when its headers are here. Redirects are not followed."""
+        return StreamedResponse(await self._exchange(pool, method, url, headers, content, timeout_s, True), timeout_s)
 
     async def _exchange(
         self,
@@ -113,39 +130,39 @@ class Transport:
         timeout_s: float,
         is_streamed: bool,
     ) -> Exchange:
-        origin, authority, target = self._place(url)
+        origin, authority, path = self._target(url)
         connections = self._pools.get((pool, origin)) or self._make(pool, origin)
-        request = Request(method, origin.scheme, authority, target, headers, content)
+        request = HTTPRequest(method, origin.scheme, authority, path, headers, content)
         try:
             return await connections.exchange(request, timeout_s, is_streamed)
-        except (Lost, Silent, OSError) as problem:
-            raise _translated(problem, f"{method} {authority}") from None
+        except (ConnectionLost, ReadTimeout, OSError) as error:
+            raise _translated(error, f"{method} {authority}") from None
 
-    def _place(self, url: str) -> tuple[Origin, str, str]:
-        """Where a URL leads. Few different ones are used, again and again; the others are not kept."""
-        place = self._places.get(url)
-        if place is None:
+    def _target(self, url: str) -> Target:
+        """Return where a URL leads. A few URLs are used again and again: those are remembered."""
+        target = self._targets.get(url)
+        if target is None:
             try:
                 parts = urlsplit(url)
                 origin = Origin.of(url, settings.proxy_for(url, self._config))
                 origin.host.encode("idna")
-            except ValueError:  # base_url was looked at: this came from the service
-                raise APIResponseValidationError(message="The service named an address that is none.") from None
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            place = origin, parts.netloc.rpartition("@")[2], target
-            if len(self._places) < 256:
-                self._places[url] = place
-        return place
+            except ValueError:  # base_url was checked before: this one came from the service
+                raise APIResponseValidationError(message="The service named an address that is not a URL.") from None
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            target = Target(origin, parts.netloc.rpartition("@")[2], path)
+            if len(self._targets) < 256:
+                self._targets[url] = target
+        return target
 
     def _make(self, pool: Pool, origin: Origin) -> ConnectionPool:
         if origin.scheme == "https" and self._tls is None:
             self._tls = tls_context(self._config.ca_file)
-        made = self._pools[pool, origin] = ConnectionPool(origin, self.limit_of(pool), self._tls)
-        return made
+        connections = self._pools[pool, origin] = ConnectionPool(origin, self.limit_of(pool), self._tls)
+        return connections
 
     def limit_of(self, pool: Pool) -> int:
-        """How many connections of a kind may be open to one host."""
-        return min(self._config.pools[pool.value], _most_connections())
+        """Return how many connections of a kind may be open to one host."""
+        return min(self._config.pools[pool.value], _max_connections())
 
     def _next_url(self, url: str, location: str | None) -> str:
         target = urljoin(url, location or "")
@@ -157,8 +174,8 @@ class Transport:
         return target
 
 
-def _most_connections() -> int:
-    """A third of the files this process may open: two wide pools must leave some to the user's program."""
+def _max_connections() -> int:
+    """Return a third of the files this process may open: two wide pools must leave some to the user's program."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -167,55 +184,38 @@ def _most_connections() -> int:
     return max(soft // 3, 8) if soft != resource.RLIM_INFINITY else 1 << 30
 
 
-def _whole(exchange: Exchange) -> Answer:
+def _whole(exchange: Exchange) -> HTTPResponse:
     content = exchange.content()
     encoding = exchange.headers.get("content-encoding")
-    if encoding:  # we ask for none, but proxies have their own will
+    if encoding:  # we ask for none, but some proxies compress all the same
         try:
             content = decompress(content, encoding)
-        except ValidationError as problem:
-            raise APIResponseValidationError(message=f"The service's answer cannot be read: {problem}") from None
-    return Answer(exchange.status, exchange.headers, content)
+        except ValidationError as error:
+            raise APIResponseValidationError(message=f"The service's response cannot be read: {error}") from None
+    return HTTPResponse(exchange.status, exchange.headers, content)
 
 
-def _translated(problem: Exception, doing: str) -> APIConnectionError:
-    text = str(problem) or type(problem).__name__
-    if isinstance(problem, (Silent, ConnectTimeout, TimeoutError)):
-        return APITimeoutError(None, f"No answer in time: {doing}: {text}.")
-    if isinstance(problem, ssl.SSLCertVerificationError):
-        error = APIConnectionError(
+def _translated(error: Exception, doing: str) -> APIConnectionError:
+    """Return the public error for a failure of the connection."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, (ReadTimeout, ConnectTimeout, TimeoutError)):
+        return APITimeoutError(None, f"No response in time: {doing}: {text}.")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        untrusted = APIConnectionError(
             None,
-            f"The certificate of the service is not trusted ({problem.verify_message}). If it is signed by an "
+            f"The certificate of the service is not trusted ({error.verify_message}). If it is signed by an "
             "authority of your own, name that authority's file as ca_file (TINKEX_CA_FILE).",
         )
-        error.retryable = False
-        return error
+        untrusted.retryable = False
+        return untrusted
     return APIConnectionError(None, f"Connection error: {doing}: {text}.")
 
 
-_transports: dict[Any, Transport] = {}
-_lock = threading.Lock()
+_transports: ProcessRegistry[tuple[Any, ...], Transport] = ProcessRegistry()
 
 
 def transport_for(config: Config) -> Transport:
-    """The pools of one (base URL, key): shared by all clients with the same pool settings."""
+    """Return the pools of one (base URL, key): shared by all clients with the same pool settings."""
     proxies = (config.proxy, config.http_proxy, config.https_proxy, config.no_proxy)
     key = (*config.key, tuple(sorted(config.pools.items())), *proxies, config.ca_file)
-    with _lock:
-        if key not in _transports:
-            _transports[key] = Transport(config)
-        return _transports[key]
-
-
-_parked: list[Any] = []
-
-
-def _forget() -> None:
-    global _lock
-    _lock = threading.Lock()
-    # Kept, not dropped: closing these sockets here would reach into the parent's event loop.
-    _parked.append(dict(_transports))
-    _transports.clear()
-
-
-after_fork_in_child(_forget)
+    return _transports.get(key, lambda: Transport(config))

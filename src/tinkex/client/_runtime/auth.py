@@ -1,4 +1,5 @@
-"""The key on every request. Where the service asks for it, it is traded for a short-lived token, renewed in time."""
+"""The credential of every request. Where the service asks for it, the API key is traded for a short-lived token,
+which is renewed in time."""
 
 from __future__ import annotations
 
@@ -6,16 +7,13 @@ import asyncio
 import base64
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from tinkex.client._runtime.operation import Operation
-from tinkex.errors import APIError, AuthenticationError
+from tinkex.client._runtime.loop import LoopThread
+from tinkex.clock import Clock
+from tinkex.errors import APIError
 from tinkex.settings import Config
-from tinkex.wire import endpoints, json_codec
-from tinkex.wire.body import Body
-
-if TYPE_CHECKING:
-    from tinkex.client._runtime.link import Connection
 
 log = logging.getLogger("tinkex.auth")
 RENEW_BEFORE_S = 300.0
@@ -23,11 +21,13 @@ RETRY_S = 60.0
 
 
 class Auth:
-    """Holds what goes into `X-API-Key`."""
+    """Holds the value of `X-API-Key`. Knows no HTTP: how a token is fetched is passed to `start`."""
 
     def __init__(self, config: Config) -> None:
         self._key = config.api_key
         self._token: str | None = None
+        self._loop: LoopThread | None = None
+        self._fetch_token: Callable[[], Awaitable[str]] | None = None
         self._renewing: asyncio.Task[APIError | None] | None = None
 
     @property
@@ -36,59 +36,51 @@ class Auth:
 
     @property
     def key(self) -> str:
-        """Signs the trade for a token, and nothing else once there is one."""
+        """The API key: signs the trade for a token, and nothing else once there is one."""
         return self._key
 
     def claims(self) -> dict[str, Any]:
-        """What the token says about its owner; {} without a token."""
+        """Return what the token says about its owner; {} without a token."""
         return _claims(self._token or "")
 
-    async def start(self, connection: Connection) -> None:
-        """Trade the key for a token, then keep it fresh in the background."""
-        problem = await self._trade(connection)
-        if problem is not None:
-            raise problem
-        connection.loop.spawn(self._keep_fresh(connection))
+    async def start(self, fetch_token: Callable[[], Awaitable[str]], loop: LoopThread, clock: Clock) -> None:
+        """Trade the key for a token, then keep the token fresh in the background."""
+        self._fetch_token, self._loop = fetch_token, loop
+        error = await self._trade()
+        if error is not None:
+            raise error
+        loop.spawn(self._keep_fresh(clock))
 
-    async def renewed(self, connection: Connection, used: str) -> bool:
-        """Whether there is another token than the one that was refused; one trade for all who ask at once."""
-        if self._token is None:
+    async def renewed(self, used: str) -> bool:
+        """Return whether there is another token than the rejected one; one trade for all that ask at once."""
+        if self._token is None or self._loop is None:
             return False
         if self._token == used:
             if self._renewing is None or self._renewing.done():
-                self._renewing = connection.loop.spawn(self._trade(connection))
+                self._renewing = self._loop.spawn(self._trade())
             await asyncio.shield(self._renewing)
         return self._token != used
 
-    async def _trade(self, connection: Connection) -> APIError | None:
-        """A new token for the key. The old one stays in use until then: it may still be good for minutes."""
+    async def _trade(self) -> APIError | None:
+        """Fetch a new token, or return why not. The old one stays in use until then: it may be good for minutes."""
+        assert self._fetch_token is not None
         try:
-            self._token = await self._fetch(connection)
-        except APIError as problem:
-            return problem
+            self._token = await self._fetch_token()
+        except APIError as error:
+            return error
         return None
 
-    async def _fetch(self, connection: Connection) -> str:
-        from tinkex.client._calls.call import call
-
-        operation = Operation("auth_token", connection.clock.now())
-        answer = await call(connection, endpoints.AUTH_TOKEN, Body(b"{}"), operation=operation, attempts=3)
-        token = json_codec.decode_answer(answer.content).get("jwt")
-        if not isinstance(token, str) or not token:
-            raise AuthenticationError("The service asked for token sign-in but gave no token. Check the API key.")
-        return token
-
-    async def _keep_fresh(self, connection: Connection) -> None:
+    async def _keep_fresh(self, clock: Clock) -> None:
         while True:
-            left = _expiry(self._token or "") - connection.clock.wall() - RENEW_BEFORE_S
-            await connection.clock.sleep(max(left, RETRY_S))
-            problem = await self._trade(connection)
-            if problem is not None:
-                log.warning("The access token could not be renewed (%s); trying again.", type(problem).__name__)
+            left_s = _expiry(self._token or "") - clock.wall() - RENEW_BEFORE_S
+            await clock.sleep(max(left_s, RETRY_S))
+            error = await self._trade()
+            if error is not None:
+                log.warning("The access token could not be renewed (%s); trying again.", type(error).__name__)
 
 
 def _expiry(token: str) -> float:
-    """The `exp` claim of a JWT; an unreadable one counts as expired, which leads to renewal."""
+    """Return the `exp` claim of a JWT; an unreadable one counts as expired, which leads to renewal."""
     try:
         return float(_claims(token)["exp"])
     except (ValueError, KeyError, TypeError):
@@ -99,7 +91,7 @@ def _claims(token: str) -> dict[str, Any]:
     """Read, not verified: the service that gave the token is the one that will be shown it."""
     try:
         payload = token.split(".")[1]
-        found = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
     except (IndexError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return claims if isinstance(claims, dict) else {}

@@ -1,4 +1,4 @@
-"""What the clients have in common: a session, statistics, closing, pickling without the key."""
+"""`BaseClient`: what all clients share. A session, statistics, closing, pickling without the key."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Self
 import tinkex.types
 from tinkex import settings
 from tinkex.client._calls.call import call
+from tinkex.client._calls.handshake import ready
 from tinkex.client._runtime.operation import Operation, QueueObserver
 from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
@@ -35,23 +36,31 @@ def warn_of_retry_config(retry_config: Any) -> None:
         )
 
 
-class Handle:
+class BaseClient:
     """A client object: light, shares everything heavy through its session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._observers: tuple[QueueObserver, ...] = ()
 
+    @property
+    def session_id(self) -> str | None:
+        """The id of the session on the service; None until the first call has opened it."""
+        return self._session.session_id
+
     def stats(self) -> dict[str, Any]:
         """Requests, retries, bytes and seconds per operation, over all clients of this service and key."""
-        return self._session.connect().stats.snapshot()
+        return self._session.link().stats.snapshot()
 
     def on_queue_state(self, observer: QueueObserver) -> Callable[[], None]:
-        """Call `observer(state, reason)` when the service says why this client's work waits; returns its end."""
+        """Call `observer(state, reason)` when the service says why this client's work waits.
+
+        Returns a function that unsubscribes.
+        """
         self._observers = (*self._observers, observer)
 
         def stop() -> None:
-            self._observers = tuple(kept for kept in self._observers if kept is not observer)
+            self._observers = tuple(each for each in self._observers if each is not observer)
 
         return stop
 
@@ -61,18 +70,18 @@ class Handle:
             observer(queue_state, queue_state_reason)
 
     def _observer(self) -> QueueObserver:
-        """Tells `on_queue_state_change`, looked up at call time so that a subclass or a patched class is heard.
+        """Return a function that calls `on_queue_state_change`, looked up at call time: a subclass or a patch is heard.
 
         Holds the client weakly: work in flight must not keep a client alive that its user has dropped.
         """
-        held = weakref.ref(self)
+        reference = weakref.ref(self)
 
-        def tell(state: str, reason: str | None) -> None:
-            client = held()
+        def observe(state: str, reason: str | None) -> None:
+            client = reference()
             if client is not None:
                 client.on_queue_state_change(state, reason)
 
-        return tell
+        return observe
 
     def result(self, timeout: float | None = None) -> Self:
         """The client itself: programs that treat `create_*` as a future work unchanged."""
@@ -94,34 +103,42 @@ class Handle:
         path: str | Callable[[Dialect], str] | None = None,
         read: Callable[[Any], Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        needs_session: bool = False,
+        follow: bool = True,
     ) -> APIFuture[Any]:
-        """A call that is answered at once (no future on the service's side)."""
-        connection = self._session.connect()
-        operation = Operation(endpoint.name, connection.clock.now(), session=self._session)
+        """Start a call that the service responds to at once (it makes no future for it).
+
+        `read` makes a value of the response; without it, the endpoint's own type is read. Redirects are not followed
+        with `follow=False`.
+        """
+        link = self._session.link()
+        operation = Operation(endpoint.name, link.clock.now(), session=self._session)
 
         async def work() -> Any:
-            dialect = await connection.ready()
-            if needs_session:
-                await self._session.id()
-            place = path(dialect) if callable(path) else path
-            answer = await call(
-                connection, endpoint, body(dialect) if body else None, operation=operation, path=place, headers=headers
+            dialect = await ready(link)
+            target = path(dialect) if callable(path) else path
+            response = await call(
+                link,
+                endpoint,
+                body(dialect) if body else None,
+                operation=operation,
+                path=target,
+                headers=headers,
+                follow=follow,
             )
             if read is not None:
-                return read(answer)
+                return read(response)
             if not endpoint.answer:
                 return None
-            return json_codec.read_content(getattr(tinkex.types, endpoint.answer), answer.content)
+            return json_codec.read_content(getattr(tinkex.types, endpoint.answer), response.content)
 
-        return connection.run(operation, work)
+        return link.operations.run(operation, work)
 
     def _console(self) -> str:
         config = self._session.config
         return config.base_url if settings.is_loopback(config.base_url) else CONSOLE
 
     def _pickled(self) -> tuple[dict[str, Any], str | None]:
-        """Where the service is; the key stays here, only a fingerprint travels to notice a wrong one."""
+        """Return the service's address and settings; the key stays here, only its fingerprint travels."""
         config = self._session.config
         place = {
             "base_url": config.base_url,
@@ -150,9 +167,9 @@ class Handle:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ending = self._session.close(*_outcome(problem))
+        ending = self._session.close(*_outcome(error))
         # A goodbye that fails must not hide what went wrong inside.
         if (failure := ending.exception()) is not None and kind is None:
             raise failure
@@ -161,9 +178,9 @@ class Handle:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ending = self._session.close(*_outcome(problem))
+        ending = self._session.close(*_outcome(error))
         try:
             await ending
         except TinkexError:
@@ -171,12 +188,12 @@ class Handle:
                 raise
 
 
-def _outcome(problem: BaseException | None) -> tuple[str, str | None]:
+def _outcome(error: BaseException | None) -> tuple[str, str | None]:
     """How a `with` block ended, in the service's words."""
-    if problem is None:
+    if error is None:
         return "success", None
-    is_stopped = isinstance(problem, (KeyboardInterrupt, SystemExit, asyncio.CancelledError))
-    return "interrupted" if is_stopped else "errored", type(problem).__name__
+    is_stopped = isinstance(error, (KeyboardInterrupt, SystemExit, asyncio.CancelledError))
+    return "interrupted" if is_stopped else "errored", type(error).__name__
 
 
 def _fingerprint(key: str) -> str:

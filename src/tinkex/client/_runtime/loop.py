@@ -10,13 +10,14 @@ import asyncio
 import atexit
 import contextvars
 import logging
-import os
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+from tinkex.client._runtime.fork import after_fork_in_child
 
 log = logging.getLogger("tinkex.loop")
 EXIT_WAIT_S = 1.0
@@ -178,7 +179,6 @@ class LoopThread:
 _current: LoopThread | None = None
 _parked: list[LoopThread] = []
 _lock = threading.Lock()
-_fork_hooks: list[Callable[[], None]] = []
 
 
 def loop_thread() -> LoopThread:
@@ -201,11 +201,6 @@ def has_stopped() -> bool:
     return _current is not None and _current.is_stopped
 
 
-def after_fork_in_child(hook: Callable[[], None]) -> None:
-    """Forget shared state in a forked child: its threads and sockets belong to the parent."""
-    _fork_hooks.append(hook)
-
-
 def _forget() -> None:
     global _current, _lock, _mailboxes_lock
     if _current is not None:
@@ -216,8 +211,6 @@ def _forget() -> None:
     _current = None
     _lock = threading.Lock()
     _mailboxes_lock = threading.Lock()
-    for hook in _fork_hooks:
-        hook()
 
 
 def _exit() -> None:
@@ -225,6 +218,5 @@ def _exit() -> None:
         _current.stop()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+after_fork_in_child(_forget)
 atexit.register(_exit)

@@ -1,15 +1,13 @@
-"""What is known about one operation in flight: what `future.status()`, the waiting lines and the events tell."""
+"""The state of one operation in flight: read by `future.status()`, the waiting lines and the events."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tinkex.events import Usage
-
-if TYPE_CHECKING:
-    from tinkex.client.future import APIFuture
 
 QueueObserver = Callable[[str, str | None], object]
 NO_USAGE = Usage()
@@ -25,7 +23,7 @@ class Owner(Protocol):
 
     def state(self) -> str: ...
 
-    def failed(self, operation: str, problem: BaseException) -> None: ...
+    def report_failure(self, operation: str, error: BaseException) -> None: ...
 
 
 class FutureStatus(NamedTuple):
@@ -48,9 +46,10 @@ class Operation:
     """One call of the user's, from the moment it was made. Written on the loop thread, read anywhere."""
 
     __slots__ = (
-        "accepted_at", "attempts", "created_at", "fetch_s", "future", "is_part", "kind", "last_answer_at",
-        "last_error", "metrics", "model_id", "note", "number", "observers", "polls", "queue_reason", "queue_s",
+        "accepted_at", "attempts", "created_at", "fetch_s", "future", "kind", "last_error", "last_response_at",
+        "metrics", "model_id", "note", "number", "observers", "polls", "queue_reason", "queue_s",
         "queue_state", "request_id", "seq_id", "session", "span", "state", "usage",
+        "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +68,9 @@ class Operation:
         self.seq_id = seq_id
         self.model_id = model_id
         self.created_at = now
-        self.last_answer_at = now
+        self.last_response_at = now
+        self.waiting_since = now
+        """Since when the caller has nothing new: from the beginning, or from the last chunk of a stream."""
         self.accepted_at: float | None = None
         self.state = "queued"
         self.request_id: str | None = None
@@ -83,9 +84,7 @@ class Operation:
         self.note = ""
         self.observers: tuple[QueueObserver, ...] = ()
         self.session = session
-        self.future: APIFuture[Any] | None = None
-        self.is_part = False
-        """A step of another operation: told about while it is waited for, but not in events, statistics or traces."""
+        self.future: concurrent.futures.Future[Any] | None = None
         self.span: Any = None
         """The OpenTelemetry span, while one is open."""
 
@@ -97,11 +96,11 @@ class Operation:
     def session_id(self) -> str:
         return (self.session.session_id if self.session else None) or ""
 
-    def learn(self, answer: Any) -> None:
-        """Note what events tell of an answer: its metrics, how many tokens were sampled."""
-        if isinstance(metrics := getattr(answer, "metrics", None), Mapping):
+    def learn(self, result: Any) -> None:
+        """Note what events report of a result: its metrics, how many tokens were sampled."""
+        if isinstance(metrics := getattr(result, "metrics", None), Mapping):
             self.metrics = {**self.metrics, **metrics}
-        if sequences := getattr(answer, "sequences", None):
+        if sequences := getattr(result, "sequences", None):
             self.usage = self.usage._replace(sampled_tokens=sum(len(sequence.tokens) for sequence in sequences))
 
     def status(self, now: float) -> FutureStatus:
@@ -122,4 +121,4 @@ class Operation:
             why = "not sent yet, waiting its turn"
         error = f", last error: {self.last_error}" if self.last_error else ""
         session = self.session.state() if self.session else "no session"
-        return f"waiting {now - self.created_at:.0f} s for {self.name}: {why}, {self.polls} polls, {session}{error}"
+        return f"waiting {now - self.waiting_since:.0f} s for {self.name}: {why}, {self.polls} polls, {session}{error}"

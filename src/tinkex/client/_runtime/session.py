@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkex._version import PROTOCOL_VERSION
-from tinkex.client._calls.call import call, send
-from tinkex.client._runtime.link import Connection, connection_for
+from tinkex.client._calls.call import call
+from tinkex.client._calls.handshake import ready
+from tinkex.client._calls.send import send
+from tinkex.client._runtime.link import ServiceLink, link_for
 from tinkex.client._runtime.operation import Operation
 from tinkex.client._runtime.telemetry import Telemetry
 from tinkex.client.future import APIFuture, finished
@@ -86,14 +88,14 @@ class Session:
         weakref.finalize(self, _let_go, core).atexit = False
         return core
 
-    def connect(self) -> Connection:
-        """The shared connection of this process; after a fork, a new one and with it a new session."""
+    def link(self) -> ServiceLink:
+        """Return the shared link of this process; after a fork, a new one and with it a new session."""
         if self._core.pid != os.getpid():
             self._lock = threading.Lock()
             self._core = self._new_core()
         if self._core.is_closed:
             raise ClosedError("This session was closed. Make a new ServiceClient to go on.")
-        return connection_for(self.config)
+        return link_for(self.config)
 
     @property
     def session_id(self) -> str | None:
@@ -103,10 +105,10 @@ class Session:
     def state(self) -> str:
         return self._core.state
 
-    def failed(self, operation: str, problem: BaseException) -> None:
-        """An operation of this session failed. Loop thread."""
-        if self._core.telemetry is not None and not isinstance(problem, ClosedError):
-            self._core.telemetry.failed(operation, problem)
+    def report_failure(self, operation: str, error: BaseException) -> None:
+        """Send the failure of an operation to the service's telemetry. Loop thread."""
+        if self._core.telemetry is not None and not isinstance(error, ClosedError):
+            self._core.telemetry.report_failure(operation, error)
 
     def next_model_seq(self) -> int:
         with self._lock:
@@ -117,26 +119,26 @@ class Session:
             return next(self._sampling_seq)
 
     def operation(self, kind: str) -> Operation:
-        return Operation(kind, self.connect().clock.now(), session=self)
+        return Operation(kind, self.link().clock.now(), session=self)
 
     async def id(self) -> str:
-        """Open the session if needed; one request however many ask. Loop thread."""
+        """Open the session if needed and return its id; one request however many ask. Loop thread."""
         core = self._core
         if core.heartbeat is None:
             if core.creating is None or core.creating.done():
-                core.creating = self.connect().loop.spawn(self._create(core))
-            problem = await asyncio.shield(core.creating)
-            if problem is not None:
-                raise problem
+                core.creating = self.link().loop.spawn(self._create(core))
+            error = await asyncio.shield(core.creating)
+            if error is not None:
+                raise error
         assert core.session_id is not None
         return core.session_id
 
     async def _create(self, core: _Core) -> TinkexError | None:
         try:
-            connection = self.connect()
-            dialect = await connection.ready()
+            link = self.link()
+            dialect = await ready(link)
             if core.session_id is not None:
-                self._opened(core, connection, core.session_id)
+                self._opened(core, link, core.session_id)
                 return None
             body = requests.create_session(
                 self.config.tags,
@@ -146,23 +148,23 @@ class Session:
                 self._display_name,
                 dialect=dialect,
             )
-            answer = await call(connection, endpoints.CREATE_SESSION, body, operation=self.operation("create_session"))
-            made = json_codec.read_content(CreateSessionResponse, answer.content)
-        except TinkexError as problem:  # ClosedError among them
-            core.state = f"session not opened: {problem}"
-            return problem
-        for level, message in ((20, made.info_message), (30, made.warning_message), (40, made.error_message)):
+            response = await call(link, endpoints.CREATE_SESSION, body, operation=self.operation("create_session"))
+            created = json_codec.read_content(CreateSessionResponse, response.content)
+        except TinkexError as error:  # ClosedError among them
+            core.state = f"session not opened: {error}"
+            return error
+        for level, message in ((20, created.info_message), (30, created.warning_message), (40, created.error_message)):
             if message:
                 log.log(level, "%s", message)
-        self._opened(core, connection, made.session_id)
+        self._opened(core, link, created.session_id)
         return None
 
-    def _opened(self, core: _Core, connection: Connection, session_id: str) -> None:
+    def _opened(self, core: _Core, link: ServiceLink, session_id: str) -> None:
         core.session_id = session_id
         core.state = "session alive"
-        core.heartbeat = connection.loop.spawn(_beat(core, connection))
+        core.heartbeat = link.loop.spawn(_beat(core, link))
         if self.config.telemetry and not core.is_closed:
-            core.telemetry = Telemetry(connection, session_id)
+            core.telemetry = Telemetry(link, session_id)
 
     def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
         """Tell the service that the session is over and stop all background work. Closing twice is harmless."""
@@ -171,19 +173,19 @@ class Session:
         core = self._core
         if core.is_closed or core.pid != os.getpid():
             return finished(None)
-        connection = self.connect()
+        link = self.link()
         operation = self.operation("close")
         core.is_closed = True
-        return connection.run(operation, lambda: _finish(core, connection, operation, status, detail), FINISH_S)
+        return link.operations.run(operation, lambda: _finish(core, link, operation, status, detail), FINISH_S)
 
 
-async def _finish(core: _Core, connection: Connection, operation: Operation, status: str, detail: str | None) -> None:
+async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: str, detail: str | None) -> None:
     try:
         if core.session_id is not None:
             path = endpoints.FINISH_SESSION.url(session_id=core.session_id)
             body = requests.finish_session(status, detail)
             try:
-                await call(connection, endpoints.FINISH_SESSION, body, operation=operation, path=path, attempts=3)
+                await call(link, endpoints.FINISH_SESSION, body, operation=operation, path=path, max_attempts=3)
             except NotFoundError:
                 pass  # services from before 0.28 have no such call: nothing to tell them
         if core.telemetry is not None:
@@ -193,26 +195,26 @@ async def _finish(core: _Core, connection: Connection, operation: Operation, sta
         core.stop()
 
 
-async def _beat(core: _Core, connection: Connection) -> None:
+async def _beat(core: _Core, link: ServiceLink) -> None:
     """A heartbeat every 10 s on its own pool, never retried: the next one is the retry."""
-    clock = connection.clock
+    clock = link.clock
     last_ok = clock.now()
     has_warned = False
     assert core.session_id is not None
-    body = requests.session_heartbeat(core.session_id, dialect=connection.dialect or Dialect.PROTO)
+    body = requests.session_heartbeat(core.session_id, dialect=link.dialect or Dialect.PROTO)
     while not core.is_closed:
         await clock.sleep(HEARTBEAT_S)
         reason = ""
         try:
-            answer = await send(connection, endpoints.SESSION_HEARTBEAT, body, timeout_s=HEARTBEAT_TIMEOUT_S)
-            if answer.status == 410:
+            response = await send(link, endpoints.SESSION_HEARTBEAT, body, timeout_s=HEARTBEAT_TIMEOUT_S)
+            if response.status == 410:
                 core.state = "session ended by the service"
                 log.warning("The service ended session %s. Make a new ServiceClient to go on.", core.session_id)
                 return
-            if answer.status >= 400:
-                reason = f"HTTP {answer.status}"
-        except APIError as problem:
-            reason = str(problem)
+            if response.status >= 400:
+                reason = f"HTTP {response.status}"
+        except APIError as error:
+            reason = str(error)
         silent_s = clock.now() - last_ok
         if not reason:
             last_ok, has_warned = clock.now(), False
@@ -225,8 +227,8 @@ async def _beat(core: _Core, connection: Connection) -> None:
 
 
 def _let_go(core: _Core) -> None:
-    """The last client is gone. May run on any thread, even the loop's own, during garbage collection: never waits."""
-    if core.creating is None:  # never used: nothing runs, and there may be no connection to ask
+    """Stop a session whose last client is gone. Never waits: garbage collection may call it, on any thread."""
+    if core.creating is None:  # never used: nothing runs, and there may be no link to ask
         core.is_closed = True
     elif core.pid == os.getpid() and not core.is_closed:
-        connection_for(core.config).loop.post(core.stop)
+        link_for(core.config).loop.post(core.stop)

@@ -31,8 +31,6 @@ def begin(operation: Operation, service: str) -> None:
 
     To be called in the context that the operation's tasks run in, a copy of the caller's: it is never set back.
     """
-    if operation.span is not None or operation.is_part:
-        return
     tracer = _tracer()
     if tracer is None:
         return

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.lora import LoraWeights, Site, trained_sites
-from tinkex.engine.contract import EngineFault, LoraSpec
+from tinkex.engine.contract import EngineFault, LoraSpec, checked
 from tinkex.engine.models.loaded_model import Model
-
-HIGHEST_RANK = 512
-"""Allowed on any model; a model with wider layers allows their width. A higher rank would only cost memory."""
+from tinkex.rules import limits
 
 
 class Adapter:
@@ -68,9 +66,7 @@ def sites_for(model: Model, spec: LoraSpec) -> list[Site]:
             "train_attn, train_mlp and train_unembed leave nothing to train on "
             f"{model.info.name}. Set at least one of them to true."
         )
-    widest = max(HIGHEST_RANK, *(min(site.d_in, site.d_out) for site in sites))
-    if not 1 <= spec.rank <= widest:
-        raise EngineFault(f"rank {spec.rank} is not possible on {model.info.name}: choose one from 1 to {widest}.")
+    checked(limits.check_rank, spec.rank, model.info.name, model.info.hidden_size)
     return sites
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tinkex.engine.adapters.adapter import Adapter
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import checked
+from tinkex.rules import limits
 
 SLICE = 2**22
 """Numbers updated at a time, so that the copy of their old values stays small compared with the adapter."""
@@ -40,27 +41,9 @@ class AdamW:
     @classmethod
     def read(cls, head: Mapping[str, Any]) -> AdamW:
         """Read the settings of an `optim_step` command; a setting that is absent or null has its default."""
-        given = {name: head[name] for name in _RANGES if head.get(name) is not None}
-        for name, value in given.items():
-            low, high, words = _RANGES[name]
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not low <= value <= high:
-                raise EngineFault(f"{name} is {str(value)[:100]}; it must be {words}.")
-        return cls(**{name: float(value) for name, value in given.items()})
-
-
-_LARGE = 1e4
-"""Far beyond any use; it keeps one step from driving the weights out of float32, from where no step leads back."""
-_BELOW_1 = math.nextafter(1.0, 0.0)
-_RANGES: Mapping[str, tuple[float, float, str]] = {
-    "learning_rate": (0.0, _LARGE, "a number from 0 to 10,000"),
-    "beta1": (0.0, _BELOW_1, "at least 0 and below 1"),
-    "beta2": (0.0, _BELOW_1, "at least 0 and below 1"),
-    # Many gradients are exactly 0 in the first step (those of A, as B is 0), and 0/0 would spoil the weights.
-    "eps": (1e-20, 1.0, "from 1e-20 to 1"),
-    "weight_decay": (0.0, _LARGE, "a number from 0 to 10,000"),
-    "grad_clip_norm": (0.0, math.inf, "0 (off) or a positive number"),
-}
+        settings = {name: head[name] for name in limits.ADAMW if head.get(name) is not None}
+        checked(limits.check_adamw, settings)
+        return cls(**{name: float(value) for name, value in settings.items()})
 
 
 def step_adapters(adapters: Sequence[Adapter], settings: AdamW) -> Iterator[tuple[Adapter, dict[str, float]]]:
@@ -69,11 +52,6 @@ def step_adapters(adapters: Sequence[Adapter], settings: AdamW) -> Iterator[tupl
     Yields each adapter with its metrics when it is done. An adapter without a gradient does not change, and its metric
     `no_gradient:max` is 1.
     """
-    if settings.learning_rate * settings.weight_decay > 1:
-        raise EngineFault(
-            f"learning_rate {settings.learning_rate} times weight_decay {settings.weight_decay} is above 1: the step "
-            "would turn every weight's sign. Lower one of them."
-        )
     for group in _groups_within_slice(adapters):
         yield from _step_group(group, settings)
 

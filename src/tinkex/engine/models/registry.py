@@ -159,8 +159,14 @@ def _describe(
         arch=(config.get("architectures") or [""])[0],
         vocab_size=int(text["vocab_size"]),
         max_context_length=int(text["max_position_embeddings"]),
+        hidden_size=_hidden_size(text),
         end_tokens=tuple(ends if isinstance(ends, list) else () if ends is None else (ends,)),
     )
+
+
+def _hidden_size(config: dict[str, Any]) -> int:
+    """Return the width of the layers under any of its three usual names; 0 if the configuration has none."""
+    return int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0)
 
 
 def _unusable_reason(folder: Path) -> str | None:
@@ -193,7 +199,8 @@ def _full_config(folder: Path, name: str) -> dict[str, Any]:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text: dict[str, Any] = config.get_text_config().to_dict()
-        return {key: text[key] for key in ("vocab_size", "max_position_embeddings", "eos_token_id")}
+        needed = {key: text[key] for key in ("vocab_size", "max_position_embeddings", "eos_token_id")}
+        return {**needed, "hidden_size": _hidden_size(text)}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"Base model {name!r}: transformers cannot tell its vocabulary and context from config.json "

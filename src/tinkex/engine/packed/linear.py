@@ -1,9 +1,9 @@
-"""Matrix products, by the library that is fastest on this processor. Which one is decided once, by its maker's name:
-a choice by stopwatch could differ after a restart, and with it the last bits of a run that is replayed.
+"""Matrix products, by the library that is fastest on this processor.
 
-Measured in float32 on two cores: an AMD EPYC gives 180 GFLOP/s through MKL (torch's own way) and 214 through oneDNN; on
-an Intel Xeon MKL was the faster one. A handful of rows goes to the shipped kernels where there are such, else to oneDNN
-on packed weights.
+The processor's maker decides, once: a choice by stopwatch could differ after a restart, and with it the last bits of a
+run that is replayed. Measured in float32 on two cores: an AMD EPYC gives 180 GFLOP/s through MKL (torch's default) and
+214 through oneDNN; on an Intel Xeon MKL was faster. Products of a few rows, as decoding has them, go to the C kernels
+where there are such, else to oneDNN with reordered weights.
 
 Axes: N rows, D in, O out.
 """
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tinkex.engine.packed.kernels.binding import Adapters, Kernels
+from tinkex.engine.packed.kernels.binding import DecodeLora, Kernels
 
 
 @functools.cache
@@ -32,64 +32,72 @@ def has_onednn() -> bool:
 
 
 def linear(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x·Wᵀ + b. The weight may be a transposed view."""
+    """Return x·Wᵀ + b. The weight may be a transposed view."""
     if has_onednn() and x_ND.shape[0] > 0:
-        return pointwise(x_ND, weight_OD, bias_O)
+        return onednn_linear(x_ND, weight_OD, bias_O)
     return torch.nn.functional.linear(x_ND, weight_OD, bias_O)
 
 
-def backward(dy_NO: Tensor, weight_OD: Tensor) -> Tensor:
-    """dy·W: what a layer hands back to its input."""
+def linear_backward(dy_NO: Tensor, weight_OD: Tensor) -> Tensor:
+    """Return dy·W, the gradient of a product's input."""
     return linear(dy_NO, weight_OD.t())
 
 
 @functools.cache
-def _op(overload: str) -> Any:
-    """Looked up when it is first needed: a torch without oneDNN, as on a Mac, has none."""
+def _onednn_op(overload: str) -> Any:
+    """Looked up on first use: a torch without oneDNN, as on a Mac, has no such attribute."""
     return getattr(torch.ops.mkldnn._linear_pointwise, overload)
 
 
-def laid_out(weight_OD: Tensor) -> Tensor:
-    """In oneDNN's own order, for a handful of rows."""
-    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OD.contiguous(), PACKED_ROWS)
-    return found
+def onednn_reorder(weight_OD: Tensor) -> Tensor:
+    """Return a copy of a weight in oneDNN's own order, for products of a few rows."""
+    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OD.contiguous(), REORDERED_FOR_ROWS)
+    return reordered
 
 
-def pointwise(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x·Wᵀ + b by oneDNN."""
-    found: Tensor = _op("default")(x_ND, weight_OD, bias_O, "none", [], "")
-    return found
+def onednn_linear(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x·Wᵀ + b, computed by oneDNN."""
+    y_NO: Tensor = _onednn_op("default")(x_ND, weight_OD, bias_O, "none", [], "")
+    return y_NO
 
 
-class Packed:
-    """A weight laid out for a handful of rows, as decoding has them. A second copy: it costs its own size."""
+class Linear(Protocol):
+    """A linear layer of a decode step."""
 
-    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None = None, found: Kernels | None = None) -> None:
-        self._plain_OD, self._bias_O, self._kernels = weight_OD, bias_O, found
-        self._laid_out: Any = None
+    def __call__(self, x_ND: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        """Return x·Wᵀ + b + residual."""
+
+
+class PackedLinear:
+    """A `Linear` whose weight is stored in the order that is fastest for a few rows: a second copy of the weight."""
+
+    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None = None, kernels: Kernels | None = None) -> None:
+        self._weight_OD, self._bias_O, self._kernels = weight_OD, bias_O, kernels
+        self._reordered: Tensor | None = None
         if self._kernels is not None:
-            self._laid_out = self._kernels.in_panels(weight_OD)
+            self._reordered = self._kernels.in_panels(weight_OD)
         elif has_onednn():
-            self._laid_out = laid_out(weight_OD)
+            self._reordered = onednn_reorder(weight_OD)
 
-    def __call__(self, x_ND: Tensor, onto_NO: Tensor | None = None, adapters: Adapters | None = None) -> Tensor:
-        """x·Wᵀ + b, what it is to be added to, and the adapters' part where kernels do it."""
+    def __call__(self, x_ND: Tensor, residual_NO: Tensor | None = None, lora: DecodeLora | None = None) -> Tensor:
+        """Return x·Wᵀ + b + residual, and with kernels what the adapters of `lora` add."""
         if self._kernels is not None:
-            out = self._plain_OD.shape[0]
-            return self._kernels.linear(x_ND.contiguous(), self._laid_out, out, self._bias_O, onto_NO, adapters)
-        assert adapters is None
-        found: Tensor
-        if self._laid_out is None:
-            found = torch.nn.functional.linear(x_ND, self._plain_OD, self._bias_O)
-            return found if onto_NO is None else found.add_(onto_NO)
-        if onto_NO is None:
-            return pointwise(x_ND, self._laid_out, self._bias_O)
-        found = _op("binary")(x_ND, onto_NO, self._laid_out, self._bias_O, "add")
-        return found
+            assert self._reordered is not None
+            out = self._weight_OD.shape[0]
+            return self._kernels.linear(x_ND.contiguous(), self._reordered, out, self._bias_O, residual_NO, lora)
+        assert lora is None
+        y_NO: Tensor
+        if self._reordered is None:
+            y_NO = torch.nn.functional.linear(x_ND, self._weight_OD, self._bias_O)
+            return y_NO if residual_NO is None else y_NO.add_(residual_NO)
+        if residual_NO is None:
+            return onednn_linear(x_ND, self._reordered, self._bias_O)
+        y_NO = _onednn_op("binary")(x_ND, residual_NO, self._reordered, self._bias_O, "add")
+        return y_NO
 
 
-PACKED_ROWS = 8
-"""What the layout is made for. Other numbers of rows use it as it is: measured from 1 to 512."""
+REORDERED_FOR_ROWS = 8
+"""Rows for which oneDNN orders a weight. Other numbers of rows use that order as it is: measured from 1 to 512."""
 PACKED_UP_TO = 64
-"""Rows of the unembedding for which they are used: a prompt that is scored has more, and its adapter should not take
-the place of the stepping rows' in their stack."""
+"""Rows up to which the unembedding uses its packed weight. A prompt that is scored has more rows, and must not replace
+the adapters of the decoding rows in their stack."""

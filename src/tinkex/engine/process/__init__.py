@@ -1,1 +1,6 @@
-"""The engine's own process: its entry point, its loop, and whose turn it is."""
+"""The engine's process: reads commands from a pipe, computes, writes replies. Only the process itself imports this.
+
+main   starts the process: pipes, threads, loading the models (`python -m tinkex.engine.process.main`)
+loop   takes commands, gives turns, sends replies
+turns  decides between training and sampling
+"""

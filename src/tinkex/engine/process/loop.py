@@ -1,9 +1,9 @@
 """The loop of the engine's process: takes commands, gives turns, sends replies. All of it on one thread.
 
-Whoever waits for nothing waits a moment longer: an engine that slept and is handed a pass, while it holds several
-adapters, or a sample, looks for a moment whether more arrive, so that what was sent together runs together. A moment is
-a tenth of what it takes to read the model's weights once (`moment_s`), which is what running apart would cost at least.
-Runs that had passes at hand together last time are given a few moments more to do so again: they go in step.
+An engine that wakes from idle waits briefly for company: if it has several adapters and a pass arrives, or a sample,
+it looks for a moment whether more arrive, so that requests which were sent together run together. A moment is a tenth
+of the time it takes to read the model's weights once (`moment_s`); running apart would cost at least one such reading.
+Runs whose passes were there together last time get a few moments more to be together again: such runs go in step.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import os
 import queue
 import sys
 from collections.abc import Callable
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from tinkex.clock import REAL
 from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, Tokens
-from tinkex.engine.frames import Frame
+from tinkex.engine.frames import Frame, Packet
 from tinkex.engine.messages import event_frame, read_sample
-from tinkex.engine.process.turns import Turn, Turns
+from tinkex.engine.process.turns import EngineTurn, Turns
 
 if TYPE_CHECKING:
     from tinkex.engine.sampling.sampler import Sampler
@@ -30,23 +29,24 @@ logger = logging.getLogger("tinkex.engine")
 
 STATS_EVERY_S = 1.0
 MOMENTS = 8
-"""How often it looks again at most, unless more came together last time: commands that keep coming do not keep it
-from working."""
+"""How often it looks again at most, unless more came together last time: a steady flow of commands delays no work."""
 PATIENCE = 4
-"""Moments for the next of those who came together last time."""
+"""Moments to wait for the next of the passes that came together last time."""
 _LONGEST_MOMENT_S = 0.02
 _READ_PER_S = {"cpu": 20e9}
-"""Bytes; elsewhere a terabyte."""
+"""Bytes per second; a terabyte on other devices."""
 
-Send = Callable[[Frame], None]
+Send = Callable[[int, Frame], None]
+"""Sends a reply to the request of that number; 0 is for packets without a request."""
 
 
 def moment_s(weights_bytes: int, device: str) -> float:
+    """Return how long an idle engine waits for company, for a model of that size."""
     return min(0.1 * weights_bytes / _READ_PER_S.get(device, 1e12), _LONGEST_MOMENT_S)
 
 
 class Loop:
-    """Takes commands and gives turns. Nothing that a command raises ends it."""
+    """Takes commands and gives turns. No error of a command ends it."""
 
     def __init__(self, trainer: Trainer, sampler: Sampler, send: Send, moment_s: float = 0.0) -> None:
         self._moment_s = moment_s
@@ -55,29 +55,29 @@ class Loop:
         self._send = send
         self._turns = Turns()
         self._commands: dict[int, Frame] = {}
-        """Those that the trainer has."""
+        """Commands that the trainer has."""
         self._samples: set[int] = set()
-        self._most = self._together = 0
-        """The most passes that were at hand at once since it last slept before one, and in the time before that."""
+        self._most_passes = self._former_passes = 0
+        """The most passes at once since it last waited for company, and in the period before that."""
         self._adapters: set[str] = set()
         self._tokens_trained = 0
         self._tokens_sampled = 0
         self._stats_due_s = 0.0
         self._has_news = True
 
-    def serve(self, inbox: queue.SimpleQueue[Frame]) -> None:
-        """For good: the reader ends the process."""
+    def serve(self, inbox: queue.SimpleQueue[Packet]) -> None:
+        """Work for ever: the thread that reads the pipe ends the process."""
         while True:
             turn = self._turns.choose(can_train=self._trainer.has_work, can_decode=self._sampler.has_work)
             if turn is not None:
-                began = perf_counter()
-                self._train() if turn is Turn.TRAIN else self._decode()
-                self._turns.charge(turn, perf_counter() - began)
-            self._report()
+                began = REAL.now()
+                self._train() if turn is EngineTurn.TRAIN else self._decode()
+                self._turns.charge(turn, REAL.now() - began)
+            self._report_stats()
             self._take(inbox, wait=not self._trainer.has_work and not self._sampler.has_work)
 
-    def _take(self, inbox: queue.SimpleQueue[Frame], wait: bool) -> None:
-        """Everything that has arrived; if there is nothing else to do, wait for it until statistics are due."""
+    def _take(self, inbox: queue.SimpleQueue[Packet], wait: bool) -> None:
+        """Take all packets that have arrived; with `wait`, block for the first one until statistics are due."""
         try:
             if wait:
                 due_s = max(self._stats_due_s - REAL.now(), 0.001) if self._has_news else None
@@ -88,22 +88,24 @@ class Loop:
         except queue.Empty:
             return
 
-    def _wait_for_company(self, inbox: queue.SimpleQueue[Frame]) -> None:
+    def _wait_for_company(self, inbox: queue.SimpleQueue[Packet]) -> None:
         if self._trainer.passes:
-            self._together, self._most = self._most, self._trainer.passes
-        looks = max(MOMENTS, self._together) if self._moment_s else 0
-        while looks and self._may_get_company():
+            self._former_passes, self._most_passes = self._most_passes, self._trainer.passes
+        looks = max(MOMENTS, self._former_passes) if self._moment_s else 0
+        while looks and self._gains_from_company():
             looks -= 1
-            is_early = 0 < self._trainer.passes < self._together
+            is_early = 0 < self._trainer.passes < self._former_passes
             self._accept(inbox.get(timeout=self._moment_s * (PATIENCE if is_early else 1)))
 
-    def _may_get_company(self) -> bool:
-        """Whether what came would gain from others like it."""
+    def _gains_from_company(self) -> bool:
+        """Whether the work at hand would run better together with more of its kind."""
         is_pass = self._trainer.passes > 0 and len(self._adapters) > 1
         return is_pass or self._sampler.has_work
 
-    def _accept(self, frame: Frame) -> None:
-        number, op = frame.head.pop("n"), frame.head.get("op")
+    def _accept(self, packet: Packet) -> None:
+        number, tenant, frame = packet
+        frame.head["tenant"] = tenant  # for passes and samples alike: nothing behind this line knows the pipe
+        op = frame.head.get("op")
         self._has_news = True
         if op == "sample":
             try:
@@ -115,14 +117,14 @@ class Loop:
             self._samples.discard(frame.head["number"])
             self._sampler.cancel(frame.head["number"])
         elif op == "ping":
-            self._send(Frame({"n": number, "ok": True, **self._stats()}))
+            self._send(number, Frame({"ok": True, **self._stats()}))
         else:
             self._commands[number] = frame
             self._trainer.add(number, frame)
-            self._most = max(self._most, self._trainer.passes)
+            self._most_passes = max(self._most_passes, self._trainer.passes)
 
     def _train(self) -> None:
-        """A short command or two, or a part of a micro-batch."""
+        """Run some short commands, or a part of a micro-batch."""
         for number, reply in self._trainer.step():
             command = self._commands.pop(number)
             op = str(command.head.get("op"))
@@ -130,39 +132,39 @@ class Loop:
                 self._fail(number, op, reply)
             else:
                 self._count(command)
-                self._answer(number, op, reply)
+                self._reply(number, op, reply)
 
     def _decode(self) -> None:
         try:
             events = self._sampler.step()
         except Exception as error:
-            # Which of them it was cannot be told: all of them fail, and the sampler is empty again.
+            # Which sample was the cause is not known: all of them fail, and the sampler is empty again.
             for number in self._samples:
                 self._sampler.cancel(number)
                 self._fail(number, "sample", error)
             self._samples.clear()
             if self._sampler.has_work:
-                raise  # it is not: only another process will help
+                raise  # it is not empty: only another process will help
             return
         for number, event in events:
             if number in self._samples:
-                self._tell(number, event)
+                self._send_event(number, event)
 
-    def _tell(self, number: int, event: SampleEvent | EngineFault) -> None:
+    def _send_event(self, number: int, event: SampleEvent | EngineFault) -> None:
         if isinstance(event, Tokens):
-            self._send(Frame({"n": number, "event": True, **event_frame(event).head}))
+            self._send(number, Frame({"event": True, **event_frame(event).head}))
             return
         self._samples.discard(number)
         if isinstance(event, Sampled):
-            self._answer(number, "sample", event_frame(event))
+            self._reply(number, "sample", event_frame(event))
             self._tokens_sampled += sum(len(row.tokens) for row in event.sequences)
         else:
             self._fail(number, "sample", event)
 
-    def _answer(self, number: int, op: str, reply: Frame) -> None:
+    def _reply(self, number: int, op: str, reply: Frame) -> None:
         try:
-            self._send(Frame({"n": number, "ok": True, **reply.head}, reply.buffers))
-        except Exception as error:  # it cannot be written down
+            self._send(number, Frame({"ok": True, **reply.head}, reply.buffers))
+        except Exception as error:  # it cannot be encoded
             self._fail(number, op, error)
 
     def _fail(self, number: int, op: str, error: Exception) -> None:
@@ -170,8 +172,8 @@ class Loop:
             text, category = str(error), error.category
         else:
             logger.error("%s failed.", op, exc_info=error)
-            text, category = _apology(op, error), "server"
-        self._send(Frame({"n": number, "ok": False, "error": text, "category": category}))
+            text, category = _public_message(op, error), "server"
+        self._send(number, Frame({"ok": False, "error": text, "category": category}))
 
     def _count(self, command: Frame) -> None:
         match command.head["op"]:
@@ -183,12 +185,12 @@ class Loop:
                 rows = [memoryview(command.buffers[row["tokens"]]) for row in command.head["data"]]
                 self._tokens_trained += sum(row.nbytes for row in rows) // 4
 
-    def _report(self) -> None:
-        """Statistics, at most once a second, and none while nothing happens."""
+    def _report_stats(self) -> None:
+        """Send statistics, at most once a second, and none while nothing happens."""
         if self._has_news and REAL.now() >= self._stats_due_s:
             self._stats_due_s = REAL.now() + STATS_EVERY_S
             self._has_news = bool(self._commands) or self._sampler.has_work
-            self._send(Frame({"n": 0, "news": "stats", **self._stats()}))
+            self._send(0, Frame({"news": "stats", **self._stats()}))
 
     def _stats(self) -> dict[str, Any]:
         return {
@@ -202,7 +204,8 @@ class Loop:
         }
 
 
-def _apology(op: str, error: Exception) -> str:
+def _public_message(op: str, error: Exception) -> str:
+    """Return what a client may read about an unexpected error: its text may have paths and secrets in it."""
     # torch has a class for a full GPU, and a plain RuntimeError for full memory.
     if isinstance(error, MemoryError) or "memory" in str(error).lower():
         return f"The engine ran out of memory in {op}. Send less at once, or serve with a smaller --max-batch-tokens."
@@ -213,7 +216,7 @@ def _rss_bytes() -> int:
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: the peak is all there is to know
+    except OSError:  # not Linux: only the peak is known
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.lora import LoraWeights
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, Tokens
-from tinkex.engine.contract import Sequence as SampledSequence
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.sampling.adapter_cache import WeightsKey
 from tinkex.engine.sampling.decoder import Decoder, PromptChunk, RowInput
@@ -69,16 +68,16 @@ class ActiveSample:
     """Tokens of the prompt that had been computed for another request."""
     started: int = 0
     """Sequences that have become rows."""
-    finished: dict[int, SampledSequence] = field(default_factory=dict)
+    finished: dict[int, SequenceOutput] = field(default_factory=dict)
 
     @property
     def prefix_key(self) -> Hashable:
         """Which prompts in the prefix cache this request may use.
 
-        Only those of its own party, also with the base model: a result says how much of its prompt was cached, and a
+        Only those of its own tenant, also with the base model: a result says how much of its prompt was cached, and a
         tenant that may ask often could read the prompt of another out of that, token by token.
         """
-        return (self.weights_key, self.spec.party)
+        return (self.weights_key, self.spec.tenant)
 
     @property
     def max_length(self) -> int:
@@ -155,7 +154,7 @@ class Row:
         return "length" if len(self.tokens) >= self.sample.max_tokens else None
 
     def finish(self, reason: str) -> None:
-        self.sample.finished[self.index] = SampledSequence(
+        self.sample.finished[self.index] = SequenceOutput(
             tokens=self.tokens, logprobs=self.logprobs, stop_reason=reason, topk=self.topk
         )
 

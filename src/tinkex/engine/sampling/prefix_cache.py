@@ -1,7 +1,7 @@
 """Prefix cache: the keys and values of recent prompts, so that the shared prefix of two prompts is computed once.
 
 The least recently used prompts are dropped above a number of tokens. A prompt serves only requests with the same
-weights and of the same party.
+weights and of the same tenant.
 
 Axes: V vocabulary.
 """

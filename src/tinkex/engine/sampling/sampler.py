@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.contract import EngineFault, SampleSpec
+from tinkex.engine.contract import EngineFault, SampleSpec, checked
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.sampling.adapter_cache import AdapterCache
 from tinkex.engine.sampling.decode_batch import ActiveSample, DecodeBatch, Event, as_fault
@@ -21,6 +21,7 @@ from tinkex.engine.sampling.decoder import Decoder
 from tinkex.engine.sampling.prefix_cache import PrefixCache
 from tinkex.engine.sampling.prompt_logprobs import PromptLogprobs
 from tinkex.engine.sampling.stop_strings import StopStrings, load_tokenizer
+from tinkex.rules.limits import check_length, unknown_token_error
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -155,18 +156,12 @@ class Sampler:
 
 def check_sample(spec: SampleSpec, model: Model) -> None:
     """Reject requests that would fail half-way, or crash the process (as a wrong index does on a GPU)."""
-    size, context = len(spec.prompt), model.info.max_context_length
-    if not size:
-        raise EngineFault("The prompt is empty. Give at least one token, such as the model's first one.")
-    if 0 < context < size:
-        raise EngineFault(f"The prompt has {size} tokens, but {model.info.name} takes {context} at most. Shorten it.")
-    tokens = (token for row in (spec.prompt, *(spec.targets or ())) for token in row)
-    unknown = next((token for token in tokens if not 0 <= token < model.vocab_size), None)
-    if unknown is not None:
-        raise EngineFault(
-            f"Token {unknown} is not in the vocabulary of {model.info.name} (0 to {model.vocab_size - 1}). "
-            "Encode the text with this model's own tokenizer."
-        )
+    size, info = len(spec.prompt), model.info
+    checked(check_length, "prompt", size, info.name, info.max_context_length or None)
+    for where, row in (("prompt", spec.prompt), *(("target_prompt_logprobs", row) for row in spec.targets or ())):
+        for position, token in enumerate(row):
+            if not 0 <= token < model.vocab_size:
+                raise EngineFault(str(unknown_token_error(where, position, token, info.name, model.vocab_size)))
     if spec.targets is not None and len(spec.targets) != size - 1:
         raise EngineFault(
             f"Targets are given for {len(spec.targets)} positions, but a prompt of {size} tokens has {size - 1} "

@@ -1,6 +1,6 @@
 """Reads the data of a pass into tensors and checks them. Pure: no model runs here.
 
-The server checks data as well. The checks here are for what would crash the engine or give a wrong number.
+The server has checked the data by the same rules. What would crash the engine or give a wrong number is checked again.
 
 Axes: B datums, T tokens, K targets of one position.
 """
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import EngineFault, checked
 from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training.losses import Loss
-
-MAX_TARGETS = 2**26
-"""Targets of one call; sparse ones count in their dense size. Their log-probabilities are sent back: 256 MB."""
+from tinkex.rules import losses as rules
+from tinkex.rules.limits import MAX_TARGETS, check_length, unknown_token_error
+from tinkex.rules.losses import place
 
 _DTYPES = {"int64": ("<i8", np.int64), "float32": ("<f4", np.float32)}
 
@@ -48,22 +48,13 @@ def read_data(command: Frame, loss: Loss, model: Model) -> list[DatumTensors]:
     """Return the data of a `forward` or `forward_backward`. Raises EngineFault naming the datum and the input."""
     rows = command.head["data"]
     if not rows:
-        raise EngineFault("There is no data. Pass at least one Datum.")
-    known = {"target_tokens", *loss.required, *loss.optional}
+        raise EngineFault(str(rules.no_data_error()))
     total = 0
     for index, row in enumerate(rows):
-        # Early clients send the inputs of a custom loss along when they want log-probabilities only.
-        if command.head["op"] == "forward_backward" and (unknown := sorted(row["inputs"].keys() - known)):
-            raise EngineFault(
-                f"{_input_path(index, unknown[0])}: {loss.name} has no such input. It takes "
-                f"{', '.join(sorted(known))}. Remove the key."
-            )
-        total += _dense_size(row["inputs"].get("target_tokens", {}), _input_path(index, "target_tokens"))
-        if total > MAX_TARGETS:
-            raise EngineFault(
-                f"The targets of data[0] to data[{index}] have {total:,} entries, more than {MAX_TARGETS:,} for one "
-                "call. Send fewer datums at once, or fewer targets per position."
-            )
+        is_forward = command.head["op"] == "forward"
+        checked(rules.check_input_names, index, row["inputs"].keys(), loss.name, allows_extra=is_forward)
+        total += _dense_size(row["inputs"]["target_tokens"], place(index, "target_tokens"))
+        checked(rules.check_total_targets, index, total)
     return [_read_datum(index, row, command.buffers, loss, model) for index, row in enumerate(rows)]
 
 
@@ -75,32 +66,24 @@ def pad_tokens(data: Sequence[DatumTensors]) -> Tensor:
 def _read_datum(index: int, row: Mapping[str, Any], buffers: Sequence[Any], loss: Loss, model: Model) -> DatumTensors:
     tokens_T = torch.from_numpy(np.frombuffer(buffers[row["tokens"]], "<i4").astype(np.int64))
     _check_tokens(tokens_T, f"data[{index}].model_input", model)
-    limit = model.info.max_context_length
-    if limit and len(tokens_T) > limit:
-        raise EngineFault(
-            f"data[{index}].model_input has {len(tokens_T)} tokens; {model.info.name} takes at most {limit}. Cut it."
-        )
-    tensors: dict[str, DenseTensor] = {}
-    for key in ("target_tokens", *loss.required, *loss.optional):
-        if key in row["inputs"]:
-            tensors[key] = _read_tensor(row["inputs"][key], buffers, _input_path(index, key))
-        elif key not in loss.optional:
-            needs = ", ".join(("target_tokens", *loss.required))
-            raise EngineFault(f"{_input_path(index, key)} is missing: {loss.name} needs {needs}.")
+    limit = model.info.max_context_length or None
+    checked(check_length, f"data[{index}].model_input", len(tokens_T), model.info.name, limit)
+    tensors = {
+        key: _read_tensor(row["inputs"][key], buffers, place(index, key))
+        for key in loss.rule.inputs
+        if key in row["inputs"]
+    }
     targets = tensors["target_tokens"].values
-    _check_targets(targets, len(tokens_T), _input_path(index, "target_tokens"), loss, model)
+    _check_targets(targets, len(tokens_T), place(index, "target_tokens"), loss, model)
     inputs = {}
-    for key in (*loss.required, *loss.optional):
-        if key in tensors:
-            may_be_1d = loss.weighs_positions and key == "weights"
-            path = _input_path(index, key)
-            inputs[key] = _as_shape_of(targets, tensors[key].values, path, may_be_1d=may_be_1d)
+    for key, tensor in tensors.items():
+        if key != "target_tokens":
+            per_position = rules.is_per_position(loss.rule, key)
+            inputs[key] = _as_shape_of(targets, tensor.values, place(index, key), per_position=per_position)
     _add_default_inputs(inputs, targets, tensors, loss)
     low, high = inputs.get("clip_low_threshold"), inputs.get("clip_high_threshold")
     if low is not None and high is not None and bool((low > high).any()):
-        raise EngineFault(
-            f"{_input_path(index, 'clip_low_threshold')} is above clip_high_threshold in places. Swap them."
-        )
+        raise EngineFault(str(rules.crossed_thresholds_error(index)))
     device = model.device
     return DatumTensors(
         index, tokens_T.to(device), targets.to(device), {key: value.to(device) for key, value in inputs.items()}
@@ -119,60 +102,39 @@ def _add_default_inputs(
     listed = tensors["target_tokens"].listed
     ones = torch.ones(targets.shape) if listed is None else listed.float()
     for key in ("weights", "sequence_ratio_mask"):
-        if key in loss.optional and key not in inputs:
+        if key in loss.rule.optional and key not in inputs:
             inputs[key] = ones
     if loss.skips_unlisted:
-        for key in ("target_tokens", *loss.required):
+        for key in loss.rule.required:
             if (is_listed := tensors[key].listed) is not None:
                 inputs["weights"] = inputs["weights"] * is_listed
 
 
 def _check_targets(targets: Tensor, length: int, path: str, loss: Loss, model: Model) -> None:
-    if targets.dtype != torch.int64:
-        raise EngineFault(f"{path} is float32; token ids are integers. Pass int64.")
-    if targets.ndim not in (1, 2) or len(targets) != length or not targets.numel():
-        raise EngineFault(
-            f"{path} has shape {list(targets.shape)}, but the model input has {length} tokens. Position t of the "
-            "input predicts target t: use model_input = tokens[:-1] and target_tokens = tokens[1:]."
-        )
-    if targets.ndim == 2 and not loss.takes_2d:
-        raise EngineFault(
-            f"{path} has shape {list(targets.shape)}, but {loss.name} takes one target per position. Several are for "
-            "cross_entropy and kl_divergence."
-        )
+    checked(rules.check_target_dtype, path, str(targets.dtype).removeprefix("torch."))
+    checked(rules.check_target_shape, path, targets.shape, length, loss.name)
     _check_tokens(targets, path, model)
 
 
-def _as_shape_of(targets: Tensor, values: Tensor, path: str, *, may_be_1d: bool) -> Tensor:
-    """Return an input in the targets' shape. A flat one of the right size is accepted: early clients send 2-D weights
-    that way. `may_be_1d`: one value per position is accepted too, for all K targets of it."""
+def _as_shape_of(targets: Tensor, values: Tensor, path: str, *, per_position: bool) -> Tensor:
+    """Return an input in the targets' shape. `per_position`: one value per position is accepted, for all K targets."""
     values = values.float()
-    if may_be_1d and targets.ndim == 2 and values.shape == targets.shape[:1]:
+    checked(rules.check_shape, path, values.shape, targets.shape, per_position)
+    if values.numel() != targets.numel():  # one entry per position
         values = values[:, None].expand(targets.shape)
-    if values.numel() != targets.numel() or (values.ndim > 1 and values.shape != targets.shape):
-        raise EngineFault(
-            f"{path} has shape {list(values.shape)}, but target_tokens has {list(targets.shape)}. Give both the same "
-            "shape."
-        )
     not_finite = ~values.isfinite().flatten()
     if bool(not_finite.any()):
         entry = int(not_finite.nonzero()[0])
-        raise EngineFault(
-            f"{path}: entry {entry} is {float(values.flatten()[entry])}. Replace or drop it: a loss needs numbers."
-        )
+        raise EngineFault(str(rules.not_finite_error(path, entry, float(values.flatten()[entry]))))
     return values.reshape(targets.shape)
 
 
 def _check_tokens(tokens: Tensor, path: str, model: Model) -> None:
-    if not tokens.numel():
-        raise EngineFault(f"{path} is empty. Give it at least one token.")
     unknown = ((tokens < 0) | (tokens >= model.vocab_size)).flatten()
     if bool(unknown.any()):
         entry = int(unknown.nonzero()[0])
-        raise EngineFault(
-            f"{path}: entry {entry} is {int(tokens.flatten()[entry])}, no token of {model.info.name}, which has "
-            f"tokens 0 to {model.vocab_size - 1}. Use this model's own tokenizer."
-        )
+        token = int(tokens.flatten()[entry])
+        raise EngineFault(str(unknown_token_error(path, entry, token, model.info.name, model.vocab_size)))
 
 
 def _read_tensor(entry: Mapping[str, Any], buffers: Sequence[Any], path: str) -> DenseTensor:
@@ -197,7 +159,7 @@ def _read_tensor(entry: Mapping[str, Any], buffers: Sequence[Any], path: str) ->
         raise EngineFault(f"{path}: its sparse indices do not fit its shape {shape} and {len(values)} values.")
     indices = np.repeat(np.arange(shape[0]), np.diff(crow)) * shape[1] + col
     if len(np.unique(indices)) != len(indices):
-        raise EngineFault(f"{path}: an entry is listed twice in its sparse indices. List each once.")
+        raise EngineFault(str(rules.listed_twice_error(path)))
     dense, listed = np.zeros(size, dtype), np.zeros(size, bool)
     dense[indices], listed[indices] = values, True
     return DenseTensor(torch.from_numpy(dense).reshape(shape), torch.from_numpy(listed).reshape(shape))
@@ -211,7 +173,3 @@ def _dense_size(entry: Mapping[str, Any], path: str) -> int:
             raise EngineFault(f"{path}: its shape {entry['shape']} has a negative extent.")
         size *= extent
     return size
-
-
-def _input_path(index: int, key: str) -> str:
-    return f"data[{index}].loss_fn_inputs[{key!r}]"

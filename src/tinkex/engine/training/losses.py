@@ -10,36 +10,31 @@ overflowing ratio times 0 is NaN. `where` replaces it before `exp`, so the gradi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import EngineFault, checked
+from tinkex.rules import losses as rules
+from tinkex.rules.losses import LossRule
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
 Metrics = dict[str, float]
-"""Metrics of one datum, named `name:reducer`; `combine_metrics` makes those of a call."""
+"""Metrics of one datum, named `name:reducer`; `rules.metrics.combine` makes those of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss, and which inputs it takes besides `target_tokens`."""
+    """A loss: how it is computed, and the rule that says which inputs and settings it takes."""
 
     name: str
+    rule: LossRule
     compute: Callable[[Tensor, Inputs, Config], tuple[Tensor, Metrics]]
-    required: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    config: Mapping[str, float] | None = None
-    """Its settings in `loss_fn_config`, with their defaults."""
-    takes_2d: bool = False
     skips_unlisted: bool = False
     """Whether an entry that a sparse input does not list is left out of the loss, instead of counting as 0."""
-    weighs_positions: bool = False
-    """Whether weights may be given as [T] for targets [T, K]."""
     is_by_token: bool = True
     """Whether a token's part of the loss depends on that token only, so that a long datum may be computed in pieces."""
 
@@ -115,78 +110,28 @@ def kl_divergence(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, M
     return (w * per_token).sum(), {"weight:sum": float(w.double().sum())}
 
 
-_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-_POLICY = ("logprobs", "advantages")
-
 LOSSES: Mapping[str, Loss] = {
-    loss.name: loss
-    for loss in (
-        Loss("cross_entropy", cross_entropy, optional=("weights",), takes_2d=True),
-        Loss("importance_sampling", importance_sampling, _POLICY),
-        Loss("ppo", ppo, _POLICY, tuple(_CLIP), _CLIP),
-        Loss("cispo", cispo, _POLICY, tuple(_CLIP), _CLIP),
-        Loss("dro", dro, _POLICY, config={"beta": 0.05}),
-        Loss("gspo", gspo, _POLICY, (*_CLIP, "sequence_ratio_mask"), _CLIP, is_by_token=False),
-        Loss(
-            "kl_divergence",
-            kl_divergence,
-            ("logprobs",),
-            ("weights",),
-            takes_2d=True,
-            skips_unlisted=True,
-            weighs_positions=True,
-        ),
+    compute.__name__: Loss(compute.__name__, rules.LOSSES[compute.__name__], compute, **extra)
+    for compute, extra in (
+        (cross_entropy, {}),
+        (importance_sampling, {}),
+        (ppo, {}),
+        (cispo, {}),
+        (dro, {}),
+        (gspo, {"is_by_token": False}),
+        (kl_divergence, {"skips_unlisted": True}),
     )
-}
-
-_NOT_OFFERED = {
-    "stable_reinforce": "its formula is not public, and it needs information that only the hosted sampler records. "
-    "importance_sampling and ppo are close",
-    "custom": "custom losses do not run on the service yet. Use forward_backward_custom, which computes them in your "
-    "program",
 }
 
 
 def find_loss(name: object) -> Loss:
-    """Return the loss of that name. Raises EngineFault with the known names if there is none."""
-    if isinstance(name, str) and name in LOSSES:
-        return LOSSES[name]
-    if isinstance(name, str) and name in _NOT_OFFERED:
-        raise EngineFault(f"The loss {name!r} is not offered: {_NOT_OFFERED[name]}.")
-    raise EngineFault(f"There is no loss {str(name)[:100]!r}. Known: {', '.join(sorted(LOSSES))}.")
+    """Return the loss of that name."""
+    return LOSSES[checked(rules.check_loss_name, name)]
 
 
 def read_config(loss: Loss, settings: Mapping[str, object]) -> Config:
     """Return the loss's settings: the defaults, replaced by the caller's."""
-    config = dict(loss.config or {})
-    for key, value in settings.items():
-        if key not in config:
-            takes = f"It takes {' and '.join(config)}." if config else "It takes none."
-            raise EngineFault(f"{loss.name} has no setting {str(key)[:100]!r} in loss_fn_config. {takes}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise EngineFault(f"loss_fn_config[{key!r}] is {str(value)[:100]!r}; it must be a finite number.")
-        config[key] = float(value)
-    if _CLIP.keys() <= config.keys() and config["clip_low_threshold"] > config["clip_high_threshold"]:
-        low, high = config["clip_low_threshold"], config["clip_high_threshold"]
-        raise EngineFault(f"clip_low_threshold {low} is above clip_high_threshold {high}. Swap them.")
-    return config
-
-
-def combine_metrics(per_datum: list[Metrics]) -> Metrics:
-    """Return the metrics of a call. A `mean` is over datums, because clients weight the chunks of a batch by those."""
-    combined: Metrics = {}
-    for key in per_datum[0] if per_datum else ():
-        values = [metrics[key] for metrics in per_datum]
-        match key.rpartition(":")[2]:
-            case "sum":
-                combined[key] = math.fsum(values)
-            case "min":
-                combined[key] = min(values)
-            case "max":
-                combined[key] = max(values)
-            case _:
-                combined[key] = math.fsum(values) / len(values)
-    return combined
+    return checked(rules.check_config, loss.name, settings)
 
 
 def _log_ratio(lp: Tensor, inputs: Inputs) -> Tensor:

@@ -1,8 +1,8 @@
 """Passes in progress, and the choice of the items that go into the next micro-batch.
 
-A pass is one `forward` or `forward_backward` command; its datums are its items. Each party (the server names it) gets
-an equal share of a micro-batch's tokens, and the others take what a party leaves over. So a short pass is finished by
-the next micro-batch, however long the other passes are.
+A pass is one `forward` or `forward_backward` command; its datums are its items. Each tenant gets an equal share of a
+micro-batch's tokens, and the others take what a tenant leaves over. So a short pass is finished by the next
+micro-batch, however long the other passes are.
 
 Axes: P all numbers of an adapter.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from tinkex.engine.adapters import optimizer
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame
-from tinkex.engine.training import losses
 from tinkex.engine.training.runner import DatumResult, Item, Runner
+from tinkex.rules.metrics import combine
 
 
 class Pass:
@@ -29,12 +29,12 @@ class Pass:
     Every item is first in `pending`, then in `running` while its micro-batch runs, and has a result after that.
     """
 
-    def __init__(self, number: int, adapter_name: str, items: Sequence[Item], party: str = "") -> None:
+    def __init__(self, number: int, adapter_name: str, items: Sequence[Item], tenant: str = "") -> None:
         self.number, self.adapter_name, self.items = number, adapter_name, items
         self.adapter = items[0].adapter
         self.needs_gradient = items[0].needs_gradient
-        self.party = party
-        """Whose pass it is: parties get equal shares, however many passes they have."""
+        self.tenant = tenant
+        """Whose pass it is: tenants get equal shares, however many passes they have."""
         self.runs_alone = False
         """Whether it shares no micro-batch, because it was in one that failed."""
         self.seconds = 0.0
@@ -81,7 +81,7 @@ def next_micro_batch(passes: Sequence[Pass], token_budget: int, runner: Runner) 
     `passes` are in the order of their waiting. Items are chosen in three rounds:
 
     1. The pass that has waited longest gets one item, however long it is. So no pass starves.
-    2. Every party may fill an equal share of the budget. Its passes take one item each in turn.
+    2. Every tenant may fill an equal share of the budget. Its passes take one item each in turn.
     3. Tokens that are still free go to the passes in order.
     """
     batch: list[Item] = []
@@ -101,11 +101,11 @@ def next_micro_batch(passes: Sequence[Pass], token_budget: int, runner: Runner) 
         return length
 
     first_tokens = add_next_item(passes[0], token_budget)
-    by_party: dict[str, list[Pass]] = {}
+    by_tenant: dict[str, list[Pass]] = {}
     for pass_ in passes:
-        by_party.setdefault(pass_.party, []).append(pass_)
-    for members in by_party.values():
-        room = token_budget // len(by_party) - (first_tokens if passes[0] in members else 0)
+        by_tenant.setdefault(pass_.tenant, []).append(pass_)
+    for members in by_tenant.values():
+        room = token_budget // len(by_tenant) - (first_tokens if passes[0] in members else 0)
         taking_turns = deque(members)
         while taking_turns:
             pass_ = taking_turns.popleft()
@@ -124,5 +124,5 @@ def _reply(results: Sequence[DatumResult], seconds: float) -> Frame:
     for index, (logprobs, _) in enumerate(results):
         outputs.append({"logprobs": {"dtype": "float32", "shape": list(logprobs.shape), "data": index}})
         buffers.append(logprobs.numpy().tobytes())
-    metrics = losses.combine_metrics([result.metrics for result in results])
+    metrics = combine((result.metrics, 1) for result in results)
     return Frame({"metrics": metrics, "outputs": outputs, "seconds": seconds}, buffers)

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
+from tinkex.clock import REAL
 from tinkex.engine.adapters import checkpoint, optimizer
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault, LoraSpec
@@ -76,13 +76,13 @@ class Trainer:
                 self._running = self._start_micro_batch()  # also if short commands never stop arriving
             if replies or self._running is None:
                 return replies
-        began = perf_counter()
+        began = REAL.now()
         try:
             next(self._running)
-            self._batch_s += perf_counter() - began
+            self._batch_s += REAL.now() - began
             return []
         except StopIteration:
-            self._batch_s += perf_counter() - began
+            self._batch_s += REAL.now() - began
             self._running = None
             return self._finish_micro_batch()
         except Exception as error:
@@ -164,7 +164,7 @@ class Trainer:
         needs_gradient = head["op"] == "forward_backward"
         data = datum_tensors.read_data(command, loss, adapter.model)
         items = [Item(adapter, datum, loss, config, needs_gradient) for datum in data]
-        return Pass(number, head["adapter"], items, str(head.get("party", "")))
+        return Pass(number, head["adapter"], items, str(head.get("tenant", "")))
 
     def _start_micro_batch(self) -> Generator[None, None, None]:
         """Start the next micro-batch, of the base model of the pass that has waited longest."""
@@ -176,9 +176,9 @@ class Trainer:
         runner = self._runners[model]
         items = next_micro_batch(chosen, self._token_budget, runner)
         self._batch, self._batch_s = [pass_ for pass_ in chosen if pass_.running], 0.0
-        # Parties that are served go behind the others, and among the passes of a party those that are served.
-        served = {pass_.party for pass_ in self._batch}
-        self._passes.sort(key=lambda pass_: (pass_.party in served, pass_ in self._batch))
+        # Tenants that are served go behind the others, and among the passes of a tenant those that are served.
+        served = {pass_.tenant for pass_ in self._batch}
+        self._passes.sort(key=lambda pass_: (pass_.tenant in served, pass_ in self._batch))
         return runner.run(items)
 
     def _finish_micro_batch(self) -> list[Reply]:

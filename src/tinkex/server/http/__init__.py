@@ -1,1 +1,17 @@
-"""HTTP for the service: reading requests, access, errors, files, metrics."""
+"""What every HTTP handler needs: reading requests, access, errors, lookups, downloads, streams, counters.
+
+Nothing here knows an endpoint. `errors`, `access` and `metrics` know no `Service` either: it is built from them.
+
+Others import:
+    handlers       the type of a handler, and the wrapper that every handler runs in
+    requests       body, tenant and page of a request
+    lookup         the session, run, sampler or checkpoint that a request names
+    errors         errors as HTTP responses
+    access         API keys and the tenant of a request
+    views          records as the JSON that clients read
+    downloads      files and archives with ranges and checksums
+    event_stream   server-sent events
+    links          signed links to files
+    metrics        counters for Prometheus
+    protocol       uvicorn's HTTP protocol with a limit on headers
+"""

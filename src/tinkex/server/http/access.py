@@ -1,103 +1,111 @@
-"""Keys: who is asking. Every request to the API is given its tenant here, or 401.
+"""Checks the API key of every request and finds the tenant it belongs to; without a valid key, 401.
 
-Keys come from the configuration and from the store (`tinkex key create`). Only hashes are held and compared; no key is
-logged. Where there are no keys, which only a service on loopback may do, everybody is the tenant `local`.
+Keys come from the configuration and from the store (`tinkex key create`). Only hashes are kept and compared; no key is
+logged. A service without keys, which is allowed on loopback only, has one tenant, `local`.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.clock import Clock
-from tinkex.server.http.errors import Refused, as_response, bad
+from tinkex.server.http.errors import RequestRejected, bad_request, error_response
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig, is_loopback_host
 from tinkex.store.keys import hash_key
-from tinkex.store.records import Key
+from tinkex.store.records import KeyRecord
 from tinkex.store.store import Store
 
-LOCAL = "local"
+LOCAL_TENANT = "local"
 CACHE_S = 3.0
-"""How long a looked-up key is believed: a revoked one stops working this soon."""
-_MOST_CACHED = 4096
-"""Keys that do not exist are remembered too; guessing must not fill the memory."""
-_MOST_KEY_CHARACTERS = 512
-_GUARDED = ("/api/v1/", "/v1/", "/oai/api/v1/")
-_OPENAI = ("/v1/", "/oai/")
-_OPEN = ("/api/v1/healthz", "/api/v1/files/")
-"""Health is for load balancers; links to files carry their own signature."""
+"""How long a key that was looked up is cached: a revoked one stops working after at most this time."""
+_MAX_CACHED_KEYS = 4096
+"""Keys that do not exist are cached too; somebody who guesses keys must not fill the memory."""
+_MAX_KEY_CHARACTERS = 512
+_PATHS_WITH_KEY = ("/api/v1/", "/v1/", "/oai/api/v1/")
+_OPENAI_PATHS = ("/v1/", "/oai/")
+_PATHS_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/files/")
+"""Load balancers ask for health without a key; links to files carry their own signature."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
-    key: Key | None
+class _CachedKey:
+    key: KeyRecord | None
     until: float
 
 
-class Access:
+class AccessControl:
+    """Finds the tenant of a request by its API key."""
+
     def __init__(self, config: ServeConfig, store: Store, db: Db, clock: Clock) -> None:
         self._store, self._db, self._clock = store, db, clock
         self._configured = {hash_key(key): _tenant_of_configured(hash_key(key)) for key in config.api_keys}
         self._may_be_open = is_loopback_host(config.host)
         self._has_keys = bool(self._configured)
         self._own_hosts = {config.host, (urlsplit(config.public_url or "").hostname or config.host).lower()}
-        self._asked_at: float | None = None
-        self._looked: dict[str, _Looked] = {}
+        self._counted_at: float | None = None
+        self._cache: dict[str, _CachedKey] = {}
 
     async def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The tenant of a request. Raises 401; without keys, 403 for what a web page elsewhere made a browser send."""
+        """Return the tenant of a request, or raise 401.
+
+        A service without keys raises 403 for a request that a web page from elsewhere made a browser send.
+        """
         if not await self.uses_keys():
             check_local(headers, self._own_hosts)
-            return LOCAL
-        return await self.tenant(key_in(headers))
+            return LOCAL_TENANT
+        return await self.tenant(api_key_in(headers))
 
     async def tenant(self, key: str | None) -> str:
-        """Whose key this is. Raises 401 for a key that is missing, unknown or revoked."""
+        """Return the tenant that owns the key. Raises 401 for a key that is missing, unknown or revoked."""
         if not await self.uses_keys():
-            return LOCAL
+            return LOCAL_TENANT
         if not key:
             raise _unauthorised(
                 "No API key. Send it as X-API-Key or Authorization: Bearer; with the SDK, set TINKER_API_KEY."
             )
-        if len(key) <= _MOST_KEY_CHARACTERS:
+        if len(key) <= _MAX_KEY_CHARACTERS:
             digest = hash_key(key)
             if (tenant := self._configured_tenant(digest)) is not None:
                 return tenant
-            if (found := await self._stored(digest)) is not None:
-                return found.tenant
-        raise _unauthorised("This API key is unknown or was revoked. `tinkex key create` on the server makes one.")
+            if (stored := await self._stored(digest)) is not None:
+                return stored.tenant
+        raise _unauthorised(
+            "This API key is unknown or was revoked. Create one with `tinkex key create` on the server."
+        )
 
     async def uses_keys(self) -> bool:
-        """Whether a key is required. Once it is, it stays so: revoking the last key opens nothing."""
+        """Return whether a key is required. Once it is, it stays so: revoking the last key opens nothing."""
         if self._has_keys or not self._may_be_open:
             return True
         now = self._clock.now()
-        if self._asked_at is None or now - self._asked_at >= CACHE_S:
+        if self._counted_at is None or now - self._counted_at >= CACHE_S:
             self._has_keys = await self._db(lambda: bool(self._store.list_keys()))
-            self._asked_at = now
+            self._counted_at = now
         return self._has_keys
 
-    async def stored_key(self, key: str | None) -> Key | None:
-        """The row of a key that is in the store and in force."""
-        return await self._stored(hash_key(key)) if key and len(key) <= _MOST_KEY_CHARACTERS else None
+    async def stored_key(self, key: str | None) -> KeyRecord | None:
+        """Return the row of a key that is stored and not revoked."""
+        return await self._stored(hash_key(key)) if key and len(key) <= _MAX_KEY_CHARACTERS else None
 
-    async def revoke(self, key: str | None) -> Key:
-        """Revoke the very key that a request carries; from the next request on it is refused."""
-        found = await self.stored_key(key)
-        if found is None:
-            raise bad(
+    async def revoke(self, key: str | None) -> KeyRecord:
+        """Revoke the key that a request carries. It is rejected from the next request on."""
+        stored = await self.stored_key(key)
+        if stored is None:
+            raise bad_request(
                 "This key cannot be revoked here: it is part of the server's configuration, or no keys are in use. "
                 "Remove it from --api-key or the keys file and restart the server.",
                 "key_not_stored",
             )
-        await self._db(self._store.revoke_key, found.id, self._clock.wall())
-        self._looked.pop(found.sha256, None)
-        return found
+        await self._db(self._store.revoke_key, stored.id, self._clock.wall())
+        self._cache.pop(stored.sha256, None)
+        return stored
 
     def _configured_tenant(self, digest: str) -> str | None:
         tenant = None
@@ -106,41 +114,45 @@ class Access:
                 tenant = name
         return tenant
 
-    async def _stored(self, digest: str) -> Key | None:
+    async def _stored(self, digest: str) -> KeyRecord | None:
         now = self._clock.now()
-        looked = self._looked.get(digest)
-        if looked is None or looked.until <= now:
-            found = await self._db(self._store.get_key_by_hash, digest)
-            if found is not None and (found.revoked_at is not None or not hmac.compare_digest(found.sha256, digest)):
-                found = None
-            if len(self._looked) >= _MOST_CACHED:
-                self._looked.clear()
-            looked = self._looked[digest] = _Looked(found, now + CACHE_S)
-        return looked.key
+        cached = self._cache.get(digest)
+        if cached is None or cached.until <= now:
+            key = await self._db(self._store.get_key_by_hash, digest)
+            if key is not None and (key.revoked_at is not None or not hmac.compare_digest(key.sha256, digest)):
+                key = None
+            if len(self._cache) >= _MAX_CACHED_KEYS:
+                self._cache.clear()
+            cached = self._cache[digest] = _CachedKey(key, now + CACHE_S)
+        return cached.key
 
 
 class AccessMiddleware:
-    """Sets `scope["state"]["tenant"]` for everything behind a key, before the body is read."""
+    """Sets `scope["state"]["tenant"]` for every path that needs a key, before the body is read."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
+    def __init__(
+        self, app: ASGIApp, access: AccessControl, openai_error_response: Callable[[Exception], Response]
+    ) -> None:
+        self._app, self._access, self._openai_error_response = app, access, openai_error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_guarded(route_path(scope)):
             try:
                 tenant = await self._access.admit(scope["headers"])
-            except Exception as problem:  # an edge: middleware stands outside the application's own handler
-                await as_response(problem, is_openai=route_path(scope).startswith(_OPENAI))(scope, receive, send)
+            except Exception as error:  # an edge: middleware runs outside the wrapper of the handlers
+                is_openai = route_path(scope).startswith(_OPENAI_PATHS)
+                response = self._openai_error_response(error) if is_openai else error_response(error)
+                await response(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
 
 
 def check_local(headers: Iterable[tuple[bytes, bytes]], own_hosts: Collection[str]) -> None:
-    """Where there are no keys, only programs on this machine may ask.
+    """Raise 403 unless the request comes from a program on this machine. For a service without keys.
 
-    A page on the web can have a browser here send requests: straight to 127.0.0.1 (`Origin` tells), or to a name of its
-    own that it lets point here (`Host` tells).
+    A web page can make a browser on this machine send requests: directly to 127.0.0.1, which `Origin` shows, or to a
+    host name of the page's owner that resolves to 127.0.0.1, which `Host` shows.
     """
     for name, value in headers:
         text = value.decode("latin-1")
@@ -151,10 +163,10 @@ def check_local(headers: Iterable[tuple[bytes, bytes]], own_hosts: Collection[st
         else:
             continue
         if not is_loopback_host(host) and host not in own_hosts:
-            raise Refused(
+            raise RequestRejected(
                 403,
-                f"This service has no keys and answers to this machine only, not to {host[:100]!r}. If that is its "
-                "name, start it with --public-url; better, make a key with `tinkex key create`.",
+                f"This service has no keys and serves this machine only, not {host[:100]!r}. If that is its "
+                "name, start it with --public-url; better, create a key with `tinkex key create`.",
                 "not_local",
             )
 
@@ -167,19 +179,19 @@ def _host_in(address: str) -> str:
 
 
 def is_guarded(path: str) -> bool:
-    return path.startswith(_GUARDED) and not path.startswith(_OPEN)
+    return path.startswith(_PATHS_WITH_KEY) and not path.startswith(_PATHS_WITHOUT_KEY)
 
 
 def route_path(scope: Scope) -> str:
-    """The path without the prefix that a proxy in front may add."""
+    """Return the path without the prefix that a reverse proxy may add."""
     path, prefix = str(scope["path"]), str(scope.get("root_path", ""))
     if not prefix or not (path == prefix or path.startswith(prefix + "/")):
         return path
     return path[len(prefix) :]
 
 
-def key_in(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The key of a request: `X-API-Key`, else a bearer token (OpenAI clients)."""
+def api_key_in(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return the API key of a request: `X-API-Key`, or else a bearer token, as OpenAI clients send it."""
     bearer = None
     for name, value in headers:
         if name.lower() == b"x-api-key" and value.strip():
@@ -190,9 +202,9 @@ def key_in(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def _tenant_of_configured(digest: str) -> str:
-    """Each configured key is a tenant of its own, under a name that survives restarts and tells nothing of the key."""
+    """Return the tenant of a configured key: one per key, with a name that survives restarts and reveals no key."""
     return f"key-{digest[:12]}"
 
 
-def _unauthorised(detail: str) -> Refused:
-    return Refused(401, detail, "unauthorised", headers={"www-authenticate": "Bearer"})
+def _unauthorised(detail: str) -> RequestRejected:
+    return RequestRejected(401, detail, "unauthorised", headers={"www-authenticate": "Bearer"})

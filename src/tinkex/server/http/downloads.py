@@ -1,4 +1,4 @@
-"""Files over HTTP: whole or in ranges, with a checksum. An archive is a tar that is put together while it is sent."""
+"""Sends files over HTTP, whole or in ranges, with a checksum. An archive is a tar that is built while it is sent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 
 ARCHIVE = "archive.tar"
 _BLOCK = 1 << 20
 _END_OF_TAR = bytes(2 * tarfile.BLOCKSIZE)
 
 
-class Piece(NamedTuple):
-    """A run of bytes: here, or all of a file."""
+class FilePiece(NamedTuple):
+    """Bytes to send: those in memory, or a whole file."""
 
     content: bytes | Path
     size: int
@@ -32,9 +32,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """What is sent: pieces one after the other, and the sha256 of all of them."""
+    """The pieces to send one after the other, and the sha256 of all of them."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     sha256: str
     media_type: str = "application/octet-stream"
 
@@ -43,29 +43,29 @@ class Download:
         return sum(piece.size for piece in self.pieces)
 
 
-def file_of(checkpoint: Checkpoint, folder: Path, name: str) -> Download:
-    """One file. Its checksum was taken when it was written. Raises FileNotFoundError if it is not as it was."""
+def file_of(checkpoint: CheckpointRecord, folder: Path, name: str) -> Download:
+    """Return one file, with the checksum from when it was written. Raises FileNotFoundError if its size changed."""
     about = checkpoint.files[name]
     return Download((_piece(folder / name, about),), str(about["sha256"]))
 
 
-def archive_of(checkpoint: Checkpoint, folder: Path) -> Download:
-    """All files as a tar. Its first checksum costs a pass over the files: not for the loop's thread."""
-    pieces: list[Piece] = []
+def archive_of(checkpoint: CheckpointRecord, folder: Path) -> Download:
+    """Return all files as a tar. Blocks: the first checksum reads all files."""
+    pieces: list[FilePiece] = []
     for name, about in sorted(checkpoint.files.items()):
         piece = _piece(folder / name, about)
         member = tarfile.TarInfo(name)
         member.size, member.mtime, member.mode = piece.size, int(checkpoint.created_at), 0o644
         header = member.tobuf(tarfile.GNU_FORMAT)
         padding = bytes(-piece.size % tarfile.BLOCKSIZE)
-        pieces += [Piece(header, len(header)), piece, Piece(padding, len(padding))]
-    pieces.append(Piece(_END_OF_TAR, len(_END_OF_TAR)))
+        pieces += [FilePiece(header, len(header)), piece, FilePiece(padding, len(padding))]
+    pieces.append(FilePiece(_END_OF_TAR, len(_END_OF_TAR)))
     whole = tuple(pieces)
     return Download(whole, _sha256(whole), "application/x-tar")
 
 
 def respond(request: Request, download: Download, name: str) -> Response:
-    """The whole, the range that was asked for, or 416. Several ranges at once are answered with the whole."""
+    """Return the whole download, the requested range, or 416. A request for several ranges gets the whole."""
     digest = bytes.fromhex(download.sha256)
     headers = {
         "etag": f'"{download.sha256}"',
@@ -76,7 +76,7 @@ def respond(request: Request, download: Download, name: str) -> Response:
         "cache-control": "private",
         "x-content-type-options": "nosniff",
     }
-    span = wanted(request.headers.get("range"), request.headers.get("if-range"), headers["etag"], download.size)
+    span = parse_range(request.headers.get("range"), request.headers.get("if-range"), headers["etag"], download.size)
     if span is None:
         first, last, status = 0, download.size - 1, 200
     elif span[0] > span[1]:
@@ -87,30 +87,30 @@ def respond(request: Request, download: Download, name: str) -> Response:
     headers["content-length"] = str(last - first + 1)
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers, media_type=download.media_type)
-    return StreamingResponse(_bytes_of(download.pieces, first, last), status, headers, download.media_type)
+    return StreamingResponse(_read_range(download.pieces, first, last), status, headers, download.media_type)
 
 
-def wanted(asked: str | None, if_range: str | None, tag: str, size: int) -> tuple[int, int] | None:
-    """First and last byte of a range request, or None for everything. First above last: there is nothing there."""
-    found = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", asked or "", re.ASCII)
-    if found is None or found[0] == "bytes=-" or (if_range is not None and if_range != tag):
+def parse_range(header: str | None, if_range: str | None, etag: str, size: int) -> tuple[int, int] | None:
+    """Return the first and last byte of a range, or None for everything. First above last: the range is empty."""
+    match = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", header or "", re.ASCII)
+    if match is None or match[0] == "bytes=-" or (if_range is not None and if_range != etag):
         return None
-    if not found[1]:
-        return max(0, size - int(found[2])), size - 1
-    first = int(found[1])
-    if found[2] and int(found[2]) < first:
-        return None  # no range at all: RFC 9110 has it ignored
-    return first, min(int(found[2] or size), size - 1)
+    if not match[1]:
+        return max(0, size - int(match[2])), size - 1
+    first = int(match[1])
+    if match[2] and int(match[2]) < first:
+        return None  # not a valid range: RFC 9110 has it ignored
+    return first, min(int(match[2] or size), size - 1)
 
 
-def _piece(file: Path, about: Mapping[str, Any]) -> Piece:
+def _piece(file: Path, about: Mapping[str, Any]) -> FilePiece:
     if file.stat().st_size != about["size_bytes"]:
         raise FileNotFoundError(file.name)
-    return Piece(file, int(about["size_bytes"]))
+    return FilePiece(file, int(about["size_bytes"]))
 
 
 @functools.lru_cache(maxsize=256)
-def _sha256(pieces: tuple[Piece, ...]) -> str:
+def _sha256(pieces: tuple[FilePiece, ...]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         for block in _blocks(piece, 0, piece.size):
@@ -118,7 +118,7 @@ def _sha256(pieces: tuple[Piece, ...]) -> str:
     return digest.hexdigest()
 
 
-def _blocks(piece: Piece, first: int, size: int) -> Generator[bytes]:
+def _blocks(piece: FilePiece, first: int, size: int) -> Generator[bytes]:
     if isinstance(piece.content, bytes):
         yield piece.content[first : first + size]
         return
@@ -129,8 +129,8 @@ def _blocks(piece: Piece, first: int, size: int) -> Generator[bytes]:
             yield block
 
 
-async def _bytes_of(pieces: tuple[Piece, ...], first: int, last: int) -> AsyncIterator[bytes]:
-    """The bytes from `first` to `last`. Reading is done beside the loop."""
+async def _read_range(pieces: tuple[FilePiece, ...], first: int, last: int) -> AsyncIterator[bytes]:
+    """Yield the bytes from `first` to `last`. Files are read in a thread."""
     for piece in pieces:
         start, stop = max(first, 0), min(last + 1, piece.size)
         if start < stop:

@@ -1,7 +1,7 @@
-"""Every error as the HTTP answer it becomes. Nothing else in the service knows a status code by heart.
+"""Turns errors into HTTP responses. No other module of the service chooses a status code for an exception.
 
-The body is `{"detail", "code", "category"}`, always with a Content-Length: official clients take a 400 without one for
-a proxy's. 409 is never used: they repeat it for minutes.
+The body is `{"detail", "code", "category"}`, always with a Content-Length: official clients treat a 400 without one as
+a proxy's. 409 is never used: they retry it for minutes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.errors import ValidationError
@@ -20,8 +19,8 @@ from tinkex.store.errors import DiskFull, Unavailable
 logger = logging.getLogger("tinkex.server")
 
 
-class Refused(Exception):
-    """A request that the service will not take, with the reason a person understands and what to do about it."""
+class RequestRejected(Exception):
+    """A request that the service does not accept: the status, the reason in plain words, and what to do about it."""
 
     def __init__(
         self, status: int, detail: str, code: str, category: str = "user", headers: Mapping[str, str] | None = None
@@ -31,42 +30,38 @@ class Refused(Exception):
         self.headers = dict(headers or {})
 
 
-def not_found(what: str, name: object) -> Refused:
-    """The same words whether it does not exist or belongs to somebody else."""
-    return Refused(404, f"{what} {str(name)[:200]!r} is not known.", f"unknown_{what.replace(' ', '_')}")
+def not_found(noun: str, name: object) -> RequestRejected:
+    """Return a 404. The message is the same whether the object does not exist or belongs to another tenant."""
+    return RequestRejected(404, f"{noun} {str(name)[:200]!r} is not known.", f"unknown_{noun.replace(' ', '_')}")
 
 
-def bad(detail: str, code: str = "bad_request") -> Refused:
-    return Refused(400, detail, code)
+def bad_request(detail: str, code: str = "bad_request") -> RequestRejected:
+    return RequestRejected(400, detail, code)
 
 
-def busy(detail: str, code: str, retry_after_s: int = 1) -> Refused:
-    return Refused(429, detail, code, "server", {"retry-after": str(retry_after_s)})
+def too_many_requests(detail: str, code: str, retry_after_s: int = 1) -> RequestRejected:
+    return RequestRejected(429, detail, code, "server", {"retry-after": str(retry_after_s)})
 
 
-def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer."""
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
-def as_response(problem: Exception, *, is_openai: bool = False) -> Response:
-    """What is answered when a handler raises; OpenAI's clients read another shape."""
-    if isinstance(problem, ValidationError):
-        problem = bad(str(problem), "invalid")
-    if isinstance(problem, (DiskFull, Unavailable)):
-        problem = Refused(503, str(problem), "store_unavailable", "server", {"retry-after": "5"})
-    if not isinstance(problem, Refused):
-        logger.error("a request failed", exc_info=problem)
-        problem = Refused(
-            500, "The service failed to answer this request; its log says why.", "internal", category="server"
-        )
-    if is_openai:
-        kind = "authentication_error" if problem.status == 401 else "server_error"
-        error = {"message": problem.detail, "type": kind, "param": None, "code": problem.code}
-        return answer({"error": error}, problem.status, problem.headers)
-    body = {"detail": problem.detail, "code": problem.code, "category": problem.category}
-    return answer(body, problem.status, problem.headers)
+def as_rejected(error: Exception) -> RequestRejected:
+    """Return the rejection to report for any exception. One that was not expected is logged and becomes a 500."""
+    match error:
+        case RequestRejected():
+            return error
+        case ValidationError():
+            return bad_request(str(error), error.code)
+        case DiskFull() | Unavailable():
+            return RequestRejected(503, str(error), "store_unavailable", "server", {"retry-after": "5"})
+    logger.error("a request failed", exc_info=error)
+    return RequestRejected(500, "The service failed to process this request; its log says why.", "internal", "server")
 
 
-async def handle(request: Request, problem: Exception) -> Response:
-    return as_response(problem)
+def error_response(error: Exception) -> Response:
+    """Return the response for an exception that a handler raised."""
+    rejected = as_rejected(error)
+    body = {"detail": rejected.detail, "code": rejected.code, "category": rejected.category}
+    return json_response(body, rejected.status, rejected.headers)

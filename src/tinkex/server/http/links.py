@@ -1,4 +1,4 @@
-"""Signed links to files. They need no key, name one checkpoint, and expire; the secret never leaves the data folder."""
+"""Signs links to files. A link needs no API key, covers one checkpoint and expires; the secret stays on the server."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import os
 import secrets
 from pathlib import Path
 
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 
-LIFE_S = 15 * 60
+LINK_LIFE_S = 15 * 60
 SECRET_FILE = "link-secret"
 
 
 def sign(data_dir: Path, path: str, expires_at: int) -> str:
-    """The token for a checkpoint's path."""
+    """Return the token of a link for a checkpoint's path."""
     text = f"{expires_at} {path}".encode()
     return f"{_encode(text)}.{_encode(_signature(data_dir, text))}"
 
 
 def verify(data_dir: Path, token: str, now: float) -> str:
-    """The path that a token was made for. Raises 403 if it is not ours or is too old."""
+    """Return the path that a token was made for. Raises 403 if it was not signed here or has expired."""
     try:
         text, signature = (_decode(part) for part in token.split("."))
         is_ours = hmac.compare_digest(signature, _signature(data_dir, text))
@@ -32,9 +32,9 @@ def verify(data_dir: Path, token: str, now: float) -> str:
     except (ValueError, binascii.Error):
         is_ours = False
     if not is_ours:
-        raise Refused(403, "This link is not valid. Ask for the checkpoint's address again.", "bad_link")
+        raise RequestRejected(403, "This link is not valid. Request the checkpoint's URL again.", "bad_link")
     if int(expires_at) <= now:
-        raise Refused(403, "This link has expired. Ask for the checkpoint's address again.", "expired_link")
+        raise RequestRejected(403, "This link has expired. Request the checkpoint's URL again.", "expired_link")
     return path
 
 
@@ -44,14 +44,14 @@ def _signature(data_dir: Path, text: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _secret(data_dir: Path) -> bytes:
-    """Made once per data folder and readable by its owner only. A restart keeps links alive."""
+    """Return the secret of a data folder. It is created once, readable by its owner only; links survive a restart."""
     file = data_dir / SECRET_FILE
     part = file.with_name(f".{SECRET_FILE}.{secrets.token_hex(4)}")
     if not file.exists():
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as fresh:
-            fresh.write(secrets.token_hex(32))
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
+            out.write(secrets.token_hex(32))
         try:
-            os.link(part, file)  # fails if another process was first: then theirs counts
+            os.link(part, file)  # fails if another process was first: then its secret counts
         except FileExistsError:
             pass
         except OSError:

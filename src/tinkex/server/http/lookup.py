@@ -1,90 +1,82 @@
-"""Finding what a request names. What belongs to another tenant is not known, in the same words as what never was."""
+"""Finds what a request names, and reads the fields that several calls share.
+
+Objects of other tenants are reported as not found, with the same message as objects that do not exist.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from tinkex.server.http.errors import bad, not_found
-from tinkex.store.records import Checkpoint, Run, Sampler, Session
+from tinkex.rules.limits import check_ttl
+from tinkex.server.http.errors import bad_request, not_found
+from tinkex.server.service import Service
+from tinkex.store.records import CheckpointRecord, RunRecord, SamplerRecord, SessionRecord
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 
-if TYPE_CHECKING:
-    from tinkex.server.service import Service
-
-MOST_TTL_S = 100 * 365 * 86400
-MOST_METADATA_BYTES = 64 * 1024
+MAX_METADATA_BYTES = 64 * 1024
 """Metadata is read with every list."""
 
 
-async def own_session(service: Service, tenant: str, session_id: str) -> Session:
-    found = await service.db(service.store.get_session, session_id)
-    if found is None or found.tenant != tenant:
+async def find_session(service: Service, tenant: str, session_id: str) -> SessionRecord:
+    session = await service.db(service.store.get_session, session_id)
+    if session is None or session.tenant != tenant:
         raise not_found("session", session_id)
-    return found
+    return session
 
 
-async def own_run(service: Service, tenant: str, run_id: str, what: str = "training run") -> Run:
-    found = await service.db(service.store.get_run, run_id)
-    if found is None or found.tenant != tenant:
-        raise not_found(what, run_id)
-    return found
+async def find_run(service: Service, tenant: str, run_id: str, noun: str = "training run") -> RunRecord:
+    run = await service.db(service.store.get_run, run_id)
+    if run is None or run.tenant != tenant:
+        raise not_found(noun, run_id)
+    return run
 
 
-async def own_sampler(service: Service, tenant: str, sampler_id: str) -> Sampler:
-    found = await service.db(service.store.get_sampler, sampler_id)
-    if found is None or found.tenant != tenant:
+async def find_sampler(service: Service, tenant: str, sampler_id: str) -> SamplerRecord:
+    sampler = await service.db(service.store.get_sampler, sampler_id)
+    if sampler is None or sampler.tenant != tenant:
         raise not_found("sampling session", sampler_id)
-    return found
+    return sampler
 
 
-async def own_checkpoint(service: Service, tenant: str, path: str) -> Checkpoint:
-    """A checkpoint that this tenant may change."""
-    found = await live_checkpoint(service, path)
-    if found is None or found.tenant != tenant:
+async def find_own_checkpoint(service: Service, tenant: str, path: str) -> CheckpointRecord:
+    """Return a checkpoint that this tenant may change."""
+    checkpoint = await service.db(service.store.get_live_checkpoint, path, service.clock.wall())
+    if checkpoint is None or checkpoint.tenant != tenant:
         raise not_found("checkpoint", path)
-    return found
+    return checkpoint
 
 
-async def readable_checkpoint(service: Service, tenant: str, path: str) -> Checkpoint:
-    """A checkpoint that this tenant may read: its own, or anybody's published one."""
-    found = await live_checkpoint(service, path)
-    if found is None or not (found.tenant == tenant or found.is_public):
+async def find_readable_checkpoint(service: Service, tenant: str, path: str) -> CheckpointRecord:
+    """Return a checkpoint that this tenant may read: its own, or one that its owner published."""
+    checkpoint = await service.db(service.store.get_readable_checkpoint, path, tenant, service.clock.wall())
+    if checkpoint is None:
         raise not_found("checkpoint", path)
-    return found
+    return checkpoint
 
 
-async def live_checkpoint(service: Service, path: str) -> Checkpoint | None:
-    """Whoever's it is. One that has expired is gone at once, whether or not it was tidied away."""
-    found = await service.db(service.store.get_checkpoint, path)
-    if found is None or (found.expires_at is not None and found.expires_at <= service.clock.wall()):
-        return None
-    return found
+def require_text(body: dict[str, Any], name: str) -> str:
+    """Return a field that must be present and be text."""
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise bad_request(f"{name} is missing: it must be text.", "invalid")
+    return value
 
 
-def text_in(body: dict[str, Any], name: str) -> str:
-    """A field that has to be there and be text."""
-    found = body.get(name)
-    if not isinstance(found, str) or not found:
-        raise bad(f"{name} is missing: it must be text.", "invalid")
-    return found
+def require_checkpoint_path(body: dict[str, Any], name: str) -> str:
+    """Return a field that must be the path of a checkpoint."""
+    return ParsedCheckpointTinkerPath.from_tinker_path(require_text(body, name)).tinker_path
 
 
-def path_in(body: dict[str, Any], name: str) -> str:
-    """A field that has to be the path of a checkpoint."""
-    return ParsedCheckpointTinkerPath.from_tinker_path(text_in(body, name)).tinker_path
+def parse_metadata(body: dict[str, Any]) -> dict[str, Any]:
+    metadata = body.get("user_metadata") or {}
+    if not isinstance(metadata, dict) or len(orjson.dumps(metadata)) > MAX_METADATA_BYTES:
+        raise bad_request(
+            f"user_metadata must be an object of at most {MAX_METADATA_BYTES} bytes as JSON.", "bad_metadata"
+        )
+    return metadata
 
 
-def metadata_in(body: dict[str, Any]) -> dict[str, Any]:
-    found = body.get("user_metadata") or {}
-    if not isinstance(found, dict) or len(orjson.dumps(found)) > MOST_METADATA_BYTES:
-        raise bad(f"user_metadata must be an object of at most {MOST_METADATA_BYTES} bytes as JSON.", "bad_metadata")
-    return found
-
-
-def ttl_in(body: dict[str, Any]) -> int | None:
-    ttl_s = body.get("ttl_seconds")
-    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 0 < ttl_s <= MOST_TTL_S):
-        raise bad(f"ttl_seconds must be a whole number from 1 to {MOST_TTL_S}, or null to keep it for good.", "bad_ttl")
-    return ttl_s
+def parse_ttl(body: dict[str, Any]) -> int | None:
+    return check_ttl(body.get("ttl_seconds"))

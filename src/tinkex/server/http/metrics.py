@@ -1,35 +1,24 @@
-"""What Prometheus reads at /metrics. Counters grow as things happen; gauges are read from the service when asked.
+"""Counts what the service does, for Prometheus. The page itself, with gauges of the present state, is `routes.metrics`.
 
-Label values come from small fixed sets: the names of endpoints (never the path that was asked for), kinds, outcomes,
-models that are served. No key is ever one, and tenants only as long as they are few.
+Label values come from small fixed sets: the names of endpoints (never the path of a request), kinds, outcomes, models
+that are served. An API key is never one, and only the first tenants are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
-from starlette.requests import Request
-from starlette.responses import Response
 
-from tinkex.server.http.requests import service_of
+MAX_NAMED_TENANTS: Final = 50
+OTHER_TENANTS: Final = "other"
 
-if TYPE_CHECKING:
-    from tinkex.server.service import Service
-
-MOST_TENANTS: Final = 50
-OTHER: Final = "other"
-
-# From a cached answer to a sample that takes minutes.
+# From a cached response to a sample that takes minutes.
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """One registry per service, so that two in one process do not count for each other."""
+    """The counters of one service. Each service has its own registry, so that two in one process do not mix."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -59,7 +48,7 @@ class Metrics:
             registry=registry,
         )
         self._trained = Counter(
-            "tinkex_trained_tokens", "Tokens in operations that succeeded.", ["base_model", "kind"], registry=registry
+            "tinkex_trained_tokens", "Input tokens of passes that succeeded.", ["base_model", "kind"], registry=registry
         )
         self._samples = Counter("tinkex_samples", "Sampling requests that ended.", ["outcome"], registry=registry)
         self._sampled = Counter("tinkex_sampled_tokens", "Tokens drawn.", ["base_model"], registry=registry)
@@ -73,17 +62,15 @@ class Metrics:
         self._checkpoint_bytes = Gauge("tinkex_checkpoint_bytes", "Bytes of those checkpoints.", registry=registry)
         ProcessCollector(namespace="tinkex_server", registry=registry)
 
-    # ── What happened
-
     def request(self, endpoint: str, status: int, seconds: float, tenant: str | None = None) -> None:
-        """An HTTP request was answered. `endpoint` is a name from the table of routes, never a request's path."""
+        """Count an HTTP request that got its response. `endpoint` is a name from the table of routes, never a path."""
         self._requests.labels(endpoint, str(status)).inc()
         self._request_s.labels(endpoint).observe(seconds)
         if tenant is not None:
             self._tenant_requests.labels(self._tenant(tenant)).inc()
 
     def operation(self, kind: str, outcome: str, queue_s: float, engine_s: float, tokens: int, base_model: str) -> None:
-        """A training operation ended."""
+        """Count a training operation that ended."""
         self._operations.labels(kind, outcome).inc()
         self._queue_s.labels(kind).observe(max(queue_s, 0.0))
         self._engine_s.labels(kind).observe(engine_s)
@@ -91,83 +78,26 @@ class Metrics:
             self._trained.labels(base_model, kind).inc(tokens)
 
     def sample(self, outcome: str, prompt_tokens: int, sampled_tokens: int, base_model: str) -> None:
-        """A sampling request ended."""
+        """Count a sampling request that ended."""
         self._samples.labels(outcome).inc()
         if outcome == "done":
             self._prompted.labels(base_model).inc(prompt_tokens)
         self._sampled.labels(base_model).inc(sampled_tokens)
 
     def _tenant(self, name: str) -> str:
-        """Every tenant is a time series for as long as the server lives: the first ones by name, the rest together."""
-        if name not in self._tenants and len(self._tenants) < MOST_TENANTS:
+        """Return the label for a tenant: its name for the first ones, one label for the rest.
+
+        Each label is a time series for as long as the server runs.
+        """
+        if name not in self._tenants and len(self._tenants) < MAX_NAMED_TENANTS:
             self._tenants.add(name)
-        return name if name in self._tenants else OTHER
+        return name if name in self._tenants else OTHER_TENANTS
 
-    # ── What is the case
-
-    def watch(self, service: Service) -> None:
-        """Read this service's gauges at every scrape."""
-        self.registry.register(_Gauges(lambda: self._readings(service)))
-
-    def _readings(self, service: Service) -> Iterator[Metric]:
-        state, worker, sampling = service.engine.state, service.worker, service.sampling
-        yield GaugeMetricFamily("tinkex_engine_ready", "1 if the engine takes commands.", float(state.is_ready))
-        restarts = max(state.generation - 1, 0)
-        yield CounterMetricFamily("tinkex_engine_restarts", "How often the engine had to be started again.", restarts)
-        yield GaugeMetricFamily("tinkex_engine_rss_bytes", "Memory of the engine's process.", float(state.rss_bytes))
-        yield GaugeMetricFamily("tinkex_engine_adapters", "Adapters in the engine's memory.", len(worker.resident()))
-        yield GaugeMetricFamily("tinkex_operations_queued", "Operations not finished.", float(worker.queued))
-        yield GaugeMetricFamily("tinkex_samples_queued", "Sequences waiting to be sampled.", float(sampling.queued))
-        yield GaugeMetricFamily("tinkex_samples_running", "Sequences being sampled.", float(sampling.running))
-        by_tenant = GaugeMetricFamily(
-            "tinkex_tenant_operations_queued", "Operations not finished, by tenant.", labels=["tenant"]
-        )
-        others = worker.queued
-        for tenant in sorted(self._tenants):
-            waiting = worker.waiting_of(tenant)
-            others -= waiting
-            by_tenant.add_metric([tenant], waiting)
-        by_tenant.add_metric([OTHER], max(others, 0))
-        yield by_tenant
-
-    async def page(self, service: Service, accept: str, tenant: str) -> Response:
-        """For one tenant: what others do is told in sums only."""
-        count, size_bytes = await service.db(service.store.usage)
+    def checkpoints(self, count: int, size_bytes: int) -> None:
+        """Set how many checkpoints there are, and their size."""
         self._checkpoints.set(count)
         self._checkpoint_bytes.set(size_bytes)
-        encode, content_type = choose_encoder(accept)
-        return Response(encode(_Seen(self.registry, tenant)), headers={"content-type": content_type})
 
-
-class _Seen(CollectorRegistry):
-    """A registry as one tenant may see it: series that name another tenant are left out."""
-
-    def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
-        super().__init__()
-        self._all, self._tenant = registry, tenant
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._all.collect():
-            own = [row for row in metric.samples if row.labels.get("tenant", self._tenant) in (self._tenant, OTHER)]
-            if len(own) < len(metric.samples):
-                metric.samples = own
-            yield metric
-
-
-class _Gauges(Collector):
-    def __init__(self, read: Callable[[], Iterator[Metric]]) -> None:
-        self._read = read
-
-    def describe(self) -> list[Metric]:
-        # Names are checked against this when registering; the values need a service that runs.
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        return self._read()
-
-
-async def metrics_page(request: Request) -> Response:
-    """`GET /metrics`: open where no keys are in use, for any valid key otherwise."""
-    service = service_of(request)
-    tenant = await service.access.admit(request.scope["headers"])
-    return await service.metrics.page(service, request.headers.get("accept", ""), tenant)
+    @property
+    def named_tenants(self) -> list[str]:
+        return sorted(self._tenants)

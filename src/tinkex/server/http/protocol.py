@@ -1,11 +1,11 @@
-"""HTTP as uvicorn speaks it, with a bound on what may come before a body: its parser gathers a head without end."""
+"""uvicorn's HTTP protocol with a limit on the size of headers; httptools has none."""
 
 from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MOST_HEAD_BYTES = 64 << 10
-"""Of the request line and the headers. What came with the first read, some 256 KB at most, is not counted."""
+MAX_HEAD_BYTES = 64 << 10
+"""Limit for the request line and the headers. The first read, of at most some 256 KB, is not counted."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -17,8 +17,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if was_in_head and self._is_in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"The headers are larger than {MOST_HEAD_BYTES} bytes.")
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The headers are larger than {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         self._is_in_head, self._head_bytes = True, 0

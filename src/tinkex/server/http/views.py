@@ -1,4 +1,4 @@
-"""Records as the JSON that clients read: the shapes of `tinkex.types`, made here and nowhere else."""
+"""Turns records into the JSON that clients read, in the shapes of `tinkex.types`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from tinkex.engine.contract import ModelInfo
-from tinkex.store.records import AuditEntry, Checkpoint, Key, Run, Sampler, Session
+from tinkex.store.records import AuditEntry, CheckpointRecord, KeyRecord, RunRecord, SamplerRecord, SessionRecord
 
 ORGANISATION = "tml:organization:tinkex"
 NO_PROJECT = "default"
@@ -28,18 +28,18 @@ def cursor(offset: int, limit: int, total: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": total}
 
 
-def metadata(given: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Official clients accept any values, but refuse to read any but text: 5 is handed back as "5"."""
-    if given is None:
+def metadata(values: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Return metadata with text values: official clients send any value but can read only text, so 5 becomes "5"."""
+    if values is None:
         return None
     return {
         name: value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
-        for name, value in given.items()
+        for name, value in values.items()
     }
 
 
 def supported_model(model: ModelInfo, name: str) -> dict[str, Any]:
-    """One entry per name. Where the weights came from is said too: those of a fallback are not the hub's."""
+    """Return the entry for one name of a model. `source` tells whether the weights are the hub's or a fallback."""
     return {
         "model_name": name,
         "alias_of": None if name == model.name else model.name,
@@ -51,7 +51,7 @@ def supported_model(model: ModelInfo, name: str) -> dict[str, Any]:
     }
 
 
-def checkpoint(record: Checkpoint) -> dict[str, Any]:
+def checkpoint(record: CheckpointRecord) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{record.kind}/{record.name}",
         "checkpoint_type": CHECKPOINT_TYPES[record.kind],
@@ -64,7 +64,7 @@ def checkpoint(record: Checkpoint) -> dict[str, Any]:
     }
 
 
-def weights_info(record: Checkpoint) -> dict[str, Any]:
+def weights_info(record: CheckpointRecord) -> dict[str, Any]:
     return {
         "base_model": record.base_model,
         "is_lora": True,
@@ -76,8 +76,8 @@ def weights_info(record: Checkpoint) -> dict[str, Any]:
     }
 
 
-def training_run(run: Run, checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:
-    """A run with the newest of its live checkpoints."""
+def training_run(run: RunRecord, checkpoints: Iterable[CheckpointRecord]) -> dict[str, Any]:
+    """Return a run with the newest of its live checkpoints of each kind."""
     newest = {saved.kind: saved for saved in sorted(checkpoints, key=lambda saved: saved.created_at)}
     last, last_sampler = newest.get("weights"), newest.get("sampler_weights")
     return {
@@ -94,13 +94,13 @@ def training_run(run: Run, checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:
     }
 
 
-def run_info(run: Run, model: ModelInfo | None) -> dict[str, Any]:
-    """`model` is None if the base model of an old run is no longer served."""
+def run_info(run: RunRecord, model: ModelInfo | None) -> dict[str, Any]:
+    """Return what `get_info` reports. `model` is None if the base model of an old run is no longer served."""
     name = run.base_model if model is None else model.name
-    about = {"arch": None if model is None else model.arch or None, "model_name": run.base_model, "tokenizer_id": name}
+    arch = None if model is None else model.arch or None
     return {
         "type": "get_info",
-        "model_data": about,
+        "model_data": {"arch": arch, "model_name": run.base_model, "tokenizer_id": name},
         "model_id": run.id,
         "optimizer_config": {"type": "adamw"},
         "is_lora": True,
@@ -109,18 +109,18 @@ def run_info(run: Run, model: ModelInfo | None) -> dict[str, Any]:
     }
 
 
-def sampler(record: Sampler) -> dict[str, Any]:
+def sampler(record: SamplerRecord) -> dict[str, Any]:
     return {"sampler_id": record.id, "base_model": record.base_model, "model_path": record.model_path}
 
 
-def session_status(session: Session, alive_since: float) -> dict[str, Any] | None:
-    """None if it neither ended nor is known to be alive."""
+def session_status(session: SessionRecord, alive_since: float) -> dict[str, Any] | None:
+    """Return whether a session is finished or active; None if it is neither finished nor was seen lately."""
     if session.finished is not None:
         return {"type": "client_finished", "reason": {"type": "success"}, "detail": None, **session.finished}
     return {"type": "active"} if session.seen_at >= alive_since else None
 
 
-def session_summary(session: Session, alive_since: float, checkpoints: int, size_bytes: int) -> dict[str, Any]:
+def session_summary(session: SessionRecord, alive_since: float, checkpoints: int, size_bytes: int) -> dict[str, Any]:
     return {
         "session_id": session.id,
         "created_at": time_text(session.created_at),
@@ -146,8 +146,8 @@ def audit_entry(entry: AuditEntry) -> dict[str, Any]:
     }
 
 
-def identity(tenant: str, key: Key | None) -> dict[str, Any]:
-    """Whose key it is: for our client, and (from `key_id` on) in the form that the official CLI's login expects."""
+def identity(tenant: str, key: KeyRecord | None) -> dict[str, Any]:
+    """Return the owner of a key: for our client and, from `key_id` on, in the form the official CLI's login expects."""
     return {
         "user_urn": owner(tenant),
         "org_urn": ORGANISATION,
@@ -157,6 +157,8 @@ def identity(tenant: str, key: Key | None) -> dict[str, Any]:
         "note": "" if key is None else key.hint,
         "details": {
             "org_details": {"name": "tinkex"},
-            "user_details": {"email": tenant},  # shown as who is logged in; there are no addresses here
+            "user_details": {
+                "email": tenant
+            },  # the official CLI shows this as the login; there are no e-mail addresses here
         },
     }

@@ -1,4 +1,4 @@
-"""Messages and tools of a chat in OpenAI's words, turned into what chat templates read. Pure."""
+"""Reads the messages and tools of a chat in OpenAI's format, and returns them as chat templates expect them. Pure."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ from typing import Any, Final
 
 import orjson
 
-from tinkex.server.http.errors import Refused
-
-
-class BadField(Refused):
-    """A field that cannot be honoured; OpenAI's error names it as `param`."""
-
-    def __init__(self, param: str, problem: str, code: str = "invalid_value") -> None:
-        super().__init__(400, f"{param}: {problem}", code)
-        self.param = param
+from tinkex.server.openai.errors import BadField
 
 
 def read_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages as a chat template wants them."""
+    """Return the messages as a chat template expects them."""
     if not isinstance(messages, list) or not messages:
         raise BadField("messages", "must be a list with at least one message.")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -33,20 +25,20 @@ def _message(message: object, at: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
         raise BadField(f"{at}.role", f"{str(role)[:50]!r} is not one of {', '.join(_ROLES)}.")
-    # Newer clients say developer where templates know system.
-    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    # Newer clients send "developer" where templates know "system".
+    rendered: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = message.get("tool_calls")
     if message.get("content") is None and not (role == "assistant" and calls):
         raise BadField(f"{at}.content", "is missing.")
-    made["content"] = _content(message.get("content"), f"{at}.content")
+    rendered["content"] = _content(message.get("content"), f"{at}.content")
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(name), str):
-            made[name] = message[name]
+            rendered[name] = message[name]
     if calls:
         if not isinstance(calls, list):
             raise BadField(f"{at}.tool_calls", "must be a list.")
-        made["tool_calls"] = [_call(call, f"{at}.tool_calls[{place}]") for place, call in enumerate(calls)]
-    return made
+        rendered["tool_calls"] = [_call(call, f"{at}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return rendered
 
 
 def _content(content: object, at: str) -> str:
@@ -57,22 +49,22 @@ def _content(content: object, at: str) -> str:
     if not isinstance(content, list):
         raise BadField(at, "must be text, or a list of parts.")
     texts = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise BadField(
-                f"{at}[{place}]",
-                f"a part of type {str(kind)[:50]!r} is not supported: text alone is, no images, audio or files.",
+                f"{at}[{index}]",
+                f"a part of type {str(kind)[:50]!r} is not supported. Only text is, no images, audio or files.",
                 "unsupported",
             )
         if not isinstance(part.get("text"), str):
-            raise BadField(f"{at}[{place}].text", "must be text.")
+            raise BadField(f"{at}[{index}].text", "must be text.")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 def _call(call: object, at: str) -> dict[str, Any]:
-    """A call that the assistant made earlier. Its arguments come as JSON in a string; templates want the object."""
+    """Read a tool call that the assistant made earlier. Its arguments come as JSON text; templates expect an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadField(at, "must have a function with a name.")
@@ -86,7 +78,7 @@ def _call(call: object, at: str) -> dict[str, Any]:
 
 
 def read_tools(tools: object, choice: object) -> list[dict[str, Any]] | None:
-    """The tools to show to the model. It may answer with a call in its own words, which come back as text."""
+    """Return the tools to show to the model. If it calls one, the call comes back as text in the model's own format."""
     if choice not in ("auto", "none"):
         raise BadField("tool_choice", "a call cannot be forced here. Use auto or none.", "unsupported")
     if not isinstance(tools, list) or not all(

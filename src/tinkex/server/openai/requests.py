@@ -1,6 +1,6 @@
-"""Requests in OpenAI's words, checked and turned into ours. Pure: no model, no tokenizer, no HTTP in here.
+"""Reads and checks requests in OpenAI's format. Pure: no model, no tokenizer, no HTTP in here.
 
-A field that we do not know is ignored; one that would change the answer and that we cannot honour is refused by name.
+An unknown field is ignored. A field that would change the response and is not supported is rejected by name.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tinkex.engine.contract import ModelInfo, SampleSpec
-from tinkex.server.openai.chat import BadField, read_messages, read_tools
+from tinkex.server.openai.chat import read_messages, read_tools
+from tinkex.server.openai.errors import BadField
 
-MOST_CHOICES: Final = 128
-MOST_PROMPTS: Final = 2048
-MOST_LOGPROBS: Final = 20
-MOST_STOPS: Final = 16
-COMPLETION_TOKENS: Final = 16
-"""What a completion gets unless it asks for more, as at OpenAI. A chat gets what the context has room for."""
+MAX_CHOICES: Final = 128
+MAX_PROMPTS: Final = 2048
+MAX_LOGPROBS: Final = 20
+MAX_STOPS: Final = 16
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""The default max_tokens of a completion, as at OpenAI. A chat may fill the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What completions and chats have in common. None where the caller leaves it to the service."""
+class CompletionOptions:
+    """The options that completions and chats share. None leaves the choice to the service."""
 
     model: str
     n: int = 1
@@ -42,17 +43,17 @@ class Wish:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int | None = None
-    """How many alternatives to name for every token; 0: its own log-probability alone; None: not even that."""
+    """How many alternatives to report for every token. 0: only its own log-probability; None: not even that."""
     is_streamed: bool = False
     with_usage: bool = False
-    """Whether a stream ends with the usage."""
+    """Whether the last event of a stream holds the usage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """`prompts` are texts or tokens. With `is_echoed` the answer begins with the prompt."""
+    """A request for completions. `prompts` are texts or tokens; if `is_echoed`, the response begins with the prompt."""
 
-    wish: Wish
+    options: CompletionOptions
     prompts: tuple[str | tuple[int, ...], ...]
     is_echoed: bool = False
     add_special_tokens: bool = True
@@ -60,134 +61,146 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    wish: Wish
+    """A request for a chat completion."""
+
+    options: CompletionOptions
     messages: list[dict[str, Any]]
-    """As chat templates want them: content is text, a call's arguments are an object."""
+    """As chat templates expect them: content is text, a call's arguments are an object."""
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     template_extras: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_completion(body: Mapping[str, Any]) -> Completion:
-    given = _given(body, _REFUSED | _REFUSED_IN_COMPLETIONS)
-    n = _whole(given, "n", 1, 1, MOST_CHOICES)
-    if _whole(given, "best_of", n, 1, MOST_CHOICES) != n:
+    fields = _supported_fields(body, _UNSUPPORTED | _UNSUPPORTED_IN_COMPLETIONS)
+    n = _whole(fields, "n", 1, 1, MAX_CHOICES)
+    if _whole(fields, "best_of", n, 1, MAX_CHOICES) != n:
         raise BadField("best_of", "this service returns every sample it draws. Set n instead.", "unsupported")
-    prompts = _prompts(given.get("prompt"))
-    is_echoed = _claim(given, "echo")
-    # A completion without new tokens is the way to score a prompt.
-    wish = _wish(given, COMPLETION_TOKENS, _whole_or_none(given, "logprobs", 0, MOST_LOGPROBS), 0 if is_echoed else 1)
-    if len(prompts) * n > MOST_PROMPTS:
-        raise BadField("prompt", f"{len(prompts)} prompts with n={n} are more than {MOST_PROMPTS} choices.")
+    prompts = _prompts(fields.get("prompt"))
+    is_echoed = _boolean(fields, "echo")
+    # A completion that echoes the prompt and samples nothing is the way to score a prompt.
+    options = _options(
+        fields, DEFAULT_COMPLETION_TOKENS, _whole_or_none(fields, "logprobs", 0, MAX_LOGPROBS), 0 if is_echoed else 1
+    )
+    if len(prompts) * n > MAX_PROMPTS:
+        raise BadField("prompt", f"{len(prompts)} prompts with n={n} are more than {MAX_PROMPTS} choices.")
     return Completion(
-        wish=wish,
+        options=options,
         prompts=prompts,
         is_echoed=is_echoed,
-        add_special_tokens=_claim(given, "add_special_tokens", default=True),
+        add_special_tokens=_boolean(fields, "add_special_tokens", default=True),
     )
 
 
 def read_chat(body: Mapping[str, Any]) -> Chat:
-    given = _given(body, _REFUSED | _REFUSED_IN_CHATS)
-    top_logprobs = _whole_or_none(given, "top_logprobs", 0, MOST_LOGPROBS)
-    wants_logprobs = _claim(given, "logprobs")
+    fields = _supported_fields(body, _UNSUPPORTED | _UNSUPPORTED_IN_CHATS)
+    top_logprobs = _whole_or_none(fields, "top_logprobs", 0, MAX_LOGPROBS)
+    wants_logprobs = _boolean(fields, "logprobs")
     if top_logprobs and not wants_logprobs:
         raise BadField("top_logprobs", "needs logprobs to be true.")
-    if any(kind != "text" for kind in _list(given, "modalities")):
-        raise BadField("modalities", "this service answers with text only.", "unsupported")
-    extras = given.get("chat_template_kwargs", {})
+    if any(kind != "text" for kind in _list(fields, "modalities")):
+        raise BadField("modalities", "this service returns text only.", "unsupported")
+    extras = fields.get("chat_template_kwargs", {})
     if not isinstance(extras, dict):
         raise BadField("chat_template_kwargs", "must be an object.")
     return Chat(
-        wish=_wish(given, None, (top_logprobs or 0) if wants_logprobs else None, 1),
-        messages=read_messages(given.get("messages")),
-        tools=read_tools(given.get("tools", []), given.get("tool_choice", "auto")),
-        add_generation_prompt=_claim(given, "add_generation_prompt", default=True),
+        options=_options(fields, None, (top_logprobs or 0) if wants_logprobs else None, 1),
+        messages=read_messages(fields.get("messages")),
+        tools=read_tools(fields.get("tools", []), fields.get("tool_choice", "auto")),
+        add_generation_prompt=_boolean(fields, "add_generation_prompt", default=True),
         template_extras=extras,
     )
 
 
 def spec_of(
-    wish: Wish, info: ModelInfo, weights: str | None, prompt: Sequence[int], seed: int, *, is_echoed: bool = False
+    options: CompletionOptions,
+    info: ModelInfo,
+    weights: str | None,
+    prompt: Sequence[int],
+    seed: int,
+    *,
+    is_echoed: bool = False,
 ) -> SampleSpec:
-    """One prompt of a request in the engine's words."""
+    """Return the engine's specification for one prompt of a request."""
     if not prompt:
         raise BadField("prompt", "has no tokens. Send at least one.")
-    for name, tokens in (("prompt", prompt), ("stop_token_ids", wish.stop_token_ids)):
+    for name, tokens in (("prompt", prompt), ("stop_token_ids", options.stop_token_ids)):
         if (largest := max(tokens, default=0)) >= info.vocab_size:
             raise BadField(name, f"{info.name} has no token {largest}; its tokens are 0 to {info.vocab_size - 1}.")
-    # The engine is asked for at least one token; what a completion that wants none gets is dropped again. Such a one
-    # may fill the context: it is scored.
+    # The engine always samples at least one token; a completion with max_tokens=0 drops it again. The prompt of such a
+    # one may fill the context, because it is only scored.
     room = info.max_context_length - len(prompt)
-    asked = max(room, 1) if wish.max_tokens is None else wish.max_tokens
-    if asked > room:
+    max_tokens = max(room, 1) if options.max_tokens is None else options.max_tokens
+    if max_tokens > room:
         raise BadField(
-            "messages" if wish.max_tokens is None else "max_tokens",
+            "messages" if options.max_tokens is None else "max_tokens",
             f"the context of {info.name} has {info.max_context_length} tokens; this prompt has {len(prompt)} and "
-            f"{asked} more are asked for. "
+            f"{max_tokens} more are requested. "
             + ("Shorten the prompt." if room < 1 else f"Shorten it, or set max_tokens to at most {room}."),
             "context_length_exceeded",
         )
-    wants_logprobs = wish.top_logprobs is not None
+    wants_logprobs = options.top_logprobs is not None
     return SampleSpec(
         base=info.name,
         weights=weights,
         prompt=tuple(prompt),
-        num_samples=wish.n,
-        max_tokens=max(asked, 1),
-        temperature=wish.temperature,
-        top_k=wish.top_k,
-        top_p=wish.top_p,
-        min_p=wish.min_p,
-        repetition_penalty=wish.repetition_penalty,
-        presence_penalty=wish.presence_penalty,
-        frequency_penalty=wish.frequency_penalty,
+        num_samples=options.n,
+        max_tokens=max(max_tokens, 1),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
         seed=seed,
-        stop_tokens=(() if wish.ignore_eos else info.end_tokens) + wish.stop_token_ids,
-        stop_strings=wish.stop,
+        stop_tokens=(() if options.ignore_eos else info.end_tokens) + options.stop_token_ids,
+        stop_strings=options.stop,
         prompt_logprobs=is_echoed and wants_logprobs,
-        topk_prompt=(wish.top_logprobs or 0) if is_echoed else 0,
-        topk_sample=wish.top_logprobs or 0,
-        # Alternatives and the prompt's values come with the whole result, and must not come after their tokens.
-        is_streamed=wish.is_streamed and not wish.top_logprobs and not (is_echoed and wants_logprobs),
+        topk_prompt=(options.top_logprobs or 0) if is_echoed else 0,
+        topk_sample=options.top_logprobs or 0,
+        # Alternatives and prompt log-probabilities come with the whole result, too late for tokens sent before it.
+        is_streamed=options.is_streamed and not options.top_logprobs and not (is_echoed and wants_logprobs),
     )
 
 
 def seeds_of(seed: int | None, prompts: int) -> list[int]:
-    """A seed for each prompt of a request. The same request gets the same ones, equal prompts different ones."""
+    """Return a seed for each prompt. The same request gets the same seeds; equal prompts in it get different ones."""
     if seed is None:
         return [secrets.randbits(31) for _ in range(prompts)]
-    mixed = (hashlib.sha256(f"{seed} {place}".encode()).digest()[:8] for place in range(1, prompts))
+    mixed = (hashlib.sha256(f"{seed} {index}".encode()).digest()[:8] for index in range(1, prompts))
     return [seed % (1 << 63), *(int.from_bytes(digest, "little") >> 1 for digest in mixed)]
 
 
-def _wish(given: Mapping[str, Any], default_tokens: int | None, top_logprobs: int | None, least_tokens: int) -> Wish:
-    model = given.get("model")
+def _options(
+    fields: Mapping[str, Any], default_tokens: int | None, top_logprobs: int | None, min_tokens: int
+) -> CompletionOptions:
+    model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise BadField("model", "is missing. Name a base model, or a tinker://…/sampler_weights/… path.")
-    limit_field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    max_tokens = _whole_or_none(given, limit_field, least_tokens, 1 << 30)
-    top_p, top_k = _number(given, "top_p", 1.0, 0, 1), _whole(given, "top_k", -1, -1, 1 << 30)
-    if top_p == 0:  # keeps the likeliest token alone
+    limit_field = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    max_tokens = _whole_or_none(fields, limit_field, min_tokens, 1 << 30)
+    top_p, top_k = _number(fields, "top_p", 1.0, 0, 1), _whole(fields, "top_k", -1, -1, 1 << 30)
+    if top_p == 0:  # keeps only the likeliest token
         top_p, top_k = 1.0, 1
-    options = given.get("stream_options", {})
-    return Wish(
+    options = fields.get("stream_options", {})
+    return CompletionOptions(
         model=model,
-        n=_whole(given, "n", 1, 1, MOST_CHOICES),
+        n=_whole(fields, "n", 1, 1, MAX_CHOICES),
         max_tokens=default_tokens if max_tokens is None else max_tokens,
-        temperature=_number(given, "temperature", 1.0, 0, 100),
+        temperature=_number(fields, "temperature", 1.0, 0, 100),
         top_p=top_p,
         top_k=top_k or -1,
-        min_p=_number(given, "min_p", 0.0, 0, 1),
-        repetition_penalty=_number(given, "repetition_penalty", 1.0, 0.01, 100),
-        presence_penalty=_number(given, "presence_penalty", 0.0, -2, 2),
-        frequency_penalty=_number(given, "frequency_penalty", 0.0, -2, 2),
-        seed=_whole_or_none(given, "seed", -(2**63), 2**63 - 1),
-        stop=_stops(given.get("stop")),
-        stop_token_ids=_tokens(_list(given, "stop_token_ids"), "stop_token_ids"),
-        ignore_eos=_claim(given, "ignore_eos"),
+        min_p=_number(fields, "min_p", 0.0, 0, 1),
+        repetition_penalty=_number(fields, "repetition_penalty", 1.0, 0.01, 100),
+        presence_penalty=_number(fields, "presence_penalty", 0.0, -2, 2),
+        frequency_penalty=_number(fields, "frequency_penalty", 0.0, -2, 2),
+        seed=_whole_or_none(fields, "seed", -(2**63), 2**63 - 1),
+        stop=_stops(fields.get("stop")),
+        stop_token_ids=_tokens(_list(fields, "stop_token_ids"), "stop_token_ids"),
+        ignore_eos=_boolean(fields, "ignore_eos"),
         top_logprobs=top_logprobs,
-        is_streamed=_claim(given, "stream"),
+        is_streamed=_boolean(fields, "stream"),
         with_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
 
@@ -200,7 +213,7 @@ def _prompts(prompt: object) -> tuple[str | tuple[int, ...], ...]:
     if all(isinstance(entry, str) for entry in prompt):
         return tuple(prompt)
     if all(isinstance(entry, list) for entry in prompt):
-        return tuple(_tokens(entry, f"prompt[{place}]") for place, entry in enumerate(prompt))
+        return tuple(_tokens(entry, f"prompt[{index}]") for index, entry in enumerate(prompt))
     return (_tokens(prompt, "prompt"),)
 
 
@@ -215,85 +228,85 @@ def _tokens(entries: Sequence[object], at: str) -> tuple[int, ...]:
 
 def _stops(stop: object) -> tuple[str, ...]:
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
-        raise BadField("stop", f"must be a text, or a list of at most {MOST_STOPS} texts.")
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise BadField("stop", f"must be a text, or a list of at most {MAX_STOPS} texts.")
     if not all(isinstance(entry, str) and entry for entry in stops):
         raise BadField("stop", "each entry must be a text with at least one character.")
     return tuple(stops)
 
 
-# ── Fields that are refused, and how fields are read
+# ── Fields that are not supported, and how fields are read
 
-_REFUSED: Final = {
+_UNSUPPORTED: Final = {
     "logit_bias": "logits cannot be biased here",
-    "min_tokens": "a least number of tokens cannot be asked for here",
+    "min_tokens": "a minimum number of tokens is not supported here",
     "prompt_logprobs": "ask for echo and logprobs in a completion instead",
-    "guided_json": "answers cannot be constrained to a format here",
-    "guided_regex": "answers cannot be constrained to a format here",
-    "guided_choice": "answers cannot be constrained to a format here",
-    "guided_grammar": "answers cannot be constrained to a format here",
-    "structured_outputs": "answers cannot be constrained to a format here",
+    "guided_json": "output cannot be constrained to a format here",
+    "guided_regex": "output cannot be constrained to a format here",
+    "guided_choice": "output cannot be constrained to a format here",
+    "guided_grammar": "output cannot be constrained to a format here",
+    "structured_outputs": "output cannot be constrained to a format here",
 }
-_REFUSED_IN_COMPLETIONS: Final = {"suffix": "text cannot be inserted here; a completion only goes on from its prompt"}
-_REFUSED_IN_CHATS: Final = {
+_UNSUPPORTED_IN_COMPLETIONS: Final = {"suffix": "text cannot be inserted here; a completion only continues its prompt"}
+_UNSUPPORTED_IN_CHATS: Final = {
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
-    "audio": "this service answers with text only",
+    "audio": "this service returns text only",
     "web_search_options": "this service cannot search the web",
     "continue_final_message": "render the conversation yourself and send it as the prompt of a completion",
 }
 
 
-def _given(body: Mapping[str, Any], refused: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that say something: null is as good as absent. Raises for what cannot be honoured."""
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, reason in refused.items():
-        if given.get(name):
+def _supported_fields(body: Mapping[str, Any], unsupported: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that are not null, which means absent. Raises for one that is not supported."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, reason in unsupported.items():
+        if fields.get(name):
             raise BadField(name, f"not supported: {reason}.", "unsupported")
-    wanted = given.get("response_format", {"type": "text"})
-    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    response_format = fields.get("response_format", {"type": "text"})
+    kind = response_format.get("type") if isinstance(response_format, dict) else response_format
     if kind != "text":
         raise BadField(
             "response_format",
-            f"{str(kind)[:50]!r} is not supported: answers are text and cannot be constrained to a format here.",
+            f"{str(kind)[:50]!r} is not supported: output is text and cannot be constrained to a format here.",
             "unsupported",
         )
-    return given
+    return fields
 
 
-def _whole(given: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
-    found = _whole_or_none(given, name, least, most)
-    return default if found is None else found
+def _whole(fields: Mapping[str, Any], name: str, default: int, minimum: int, maximum: int) -> int:
+    value = _whole_or_none(fields, name, minimum, maximum)
+    return default if value is None else value
 
 
-def _whole_or_none(given: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
-    value = given.get(name)
+def _whole_or_none(fields: Mapping[str, Any], name: str, minimum: int, maximum: int) -> int | None:
+    value = fields.get(name)
     if value is None:
         return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise BadField(name, f"is {str(value)[:50]}; it must be a whole number from {least} to {most}.")
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise BadField(name, f"is {str(value)[:50]}; it must be a whole number from {minimum} to {maximum}.")
     return value
 
 
-def _number(given: Mapping[str, Any], name: str, default: float, least: float, most: float) -> float:
-    value = given.get(name, default)
+def _number(fields: Mapping[str, Any], name: str, default: float, minimum: float, maximum: float) -> float:
+    value = fields.get(name, default)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most:
-        raise BadField(name, f"is {str(value)[:50]}; it must be a number from {least:g} to {most:g}.")
+    if not is_number or not math.isfinite(value) or not minimum <= value <= maximum:
+        raise BadField(name, f"is {str(value)[:50]}; it must be a number from {minimum:g} to {maximum:g}.")
     return float(value)
 
 
-def _claim(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    value = given.get(name, default)
+def _boolean(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = fields.get(name, default)
     if not isinstance(value, bool):
         raise BadField(name, f"is {str(value)[:50]}; it must be true or false.")
     return value
 
 
-def _list(given: Mapping[str, Any], name: str) -> list[Any]:
-    value = given.get(name, [])
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    value = fields.get(name, [])
     if not isinstance(value, list):
         raise BadField(name, "must be a list.")
     return value

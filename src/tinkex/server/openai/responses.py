@@ -1,7 +1,7 @@
-"""Answers in OpenAI's words: the engine's events become text, log-probabilities, choices and chunks. Pure.
+"""Builds responses in OpenAI's format from the engine's events: text, log-probabilities, choices, chunks. Pure.
 
-One code makes whole answers and streams, so that they say the same. The text ends before a stop string;
-log-probabilities and usage cover every token that was drawn, those of the stop too.
+The same code builds whole responses and streams, so that they hold the same. The text ends before a stop string;
+log-probabilities and usage cover every sampled token, those of the stop string included.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from tinkex.engine.contract import EngineDied, EngineFault, Sampled, SampleEvent
-from tinkex.errors import ValidationError
-from tinkex.server.http.errors import Refused, bad
-from tinkex.server.openai.chat import BadField
-from tinkex.server.openai.requests import Wish
-from tinkex.server.sampling.tokenizer_cache import Decoder, ModelTokenizer
+from tinkex.engine.contract import Sampled, SampleEvent
+from tinkex.server.openai.requests import CompletionOptions
+from tinkex.server.sampling.tokenizer_cache import Detokenizer, ModelTokenizer
 
-LEAST_LOGPROB: Final = -9999.0
+MIN_LOGPROB: Final = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A token, and where in the text it begins."""
+class LogprobEntry:
+    """A token with its log-probability, the alternatives, and the offset in the text at which it begins."""
 
     token: int
     logprob: float | None
@@ -32,31 +29,31 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """The next part of a choice; the last one has the reason why it ends."""
+class TextPiece:
+    """The next part of a choice's text. The last one has the reason why the choice ended."""
 
     index: int
     text: str
-    entries: Sequence[Entry] = ()
+    entries: Sequence[LogprobEntry] = ()
     finish_reason: str | None = None
 
 
-class Text:
-    """The text of one sequence as its tokens come, up to the first stop string."""
+class TextUntilStop:
+    """Decodes the tokens of one sequence as they come, up to the first stop string."""
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], length: int = 0) -> None:
+    def __init__(self, decoder: Detokenizer, stops: Sequence[str], length: int = 0) -> None:
         self._decoder = decoder
         self._stops = stops
-        self._held = ""
-        """Decoded, but perhaps the beginning of a stop string."""
+        self._pending = ""
+        """Decoded text that may be the beginning of a stop string."""
         self.length = length
-        """Characters that were given out."""
+        """Characters that were returned."""
         self.is_stopped = False
 
     @property
     def offset(self) -> int:
-        """Where the next token begins."""
-        return self.length + len(self._held)
+        """The offset in the text at which the next token begins."""
+        return self.length + len(self._pending)
 
     def push(self, token: int) -> str:
         return "" if self.is_stopped else self._add(self._decoder.push(token))
@@ -65,62 +62,64 @@ class Text:
         if self.is_stopped:
             return ""
         piece = self._add(self._decoder.finish())
-        rest, self._held = self._held, ""
+        rest, self._pending = self._pending, ""
         self.length += len(rest)
         return piece + rest
 
     def _add(self, piece: str) -> str:
-        text = self._held + piece
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self.is_stopped, self._held, text = True, "", text[: min(found)]
+        text = self._pending + piece
+        stops = [index for stop in self._stops if (index := text.find(stop)) >= 0]
+        if stops:
+            self.is_stopped, self._pending, text = True, "", text[: min(stops)]
         else:
             keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-            text, self._held = text[: len(text) - keep], text[len(text) - keep :]
+            text, self._pending = text[: len(text) - keep], text[len(text) - keep :]
         self.length += len(text)
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text are the beginning of the stop string."""
+    """Return how many characters at the end of the text are the beginning of the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A prompt of the request. `echo` is its text if the answer begins with it."""
+class RenderedPrompt:
+    """The tokens of a prompt. `echo` is its text if the response begins with it."""
 
     tokens: Sequence[int]
     echo: str | None = None
 
 
-class Answer:
-    """All choices of a request. `feed` it the events of each prompt; it says what can be told of them now."""
+class CompletionBuilder:
+    """Builds all choices of a request. `feed` takes the events of each prompt and returns the text they add."""
 
-    def __init__(self, wish: Wish, tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> None:
-        self._wish = wish
+    def __init__(
+        self, options: CompletionOptions, tokenizer: ModelTokenizer, prompts: Sequence[RenderedPrompt]
+    ) -> None:
+        self._options = options
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._choices = [
-            _Choice(index, wish, tokenizer, prompt)
-            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(wish.n))
+            _Choice(index, options, tokenizer, prompt)
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(options.n))
         ]
         self._sampled_tokens = 0
         self._cached_tokens = 0
 
-    def feed(self, prompt: int, event: SampleEvent) -> list[Piece]:
-        """What an event of this prompt adds."""
-        first = prompt * self._wish.n
+    def feed(self, prompt: int, event: SampleEvent) -> list[TextPiece]:
+        """Return what an event of this prompt adds to its choices."""
+        first = prompt * self._options.n
         if not isinstance(event, Sampled):
             piece = self._choices[first + event.index].push(event.tokens, event.logprobs)
             return [] if piece is None else [piece]
         self._cached_tokens += event.cache_hit_tokens
         pieces = []
-        for place, sequence in enumerate(event.sequences):
-            choice = self._choices[first + place]
+        for index, sequence in enumerate(event.sequences):
+            choice = self._choices[first + index]
             if choice.wants_tokens:
                 self._sampled_tokens += len(sequence.tokens)
-            pieces.append(choice.finish(event, place))
+            pieces.append(choice.finish(event, index))
         return pieces
 
     @property
@@ -135,27 +134,29 @@ class Answer:
 
 
 class _Choice:
-    def __init__(self, index: int, wish: Wish, tokenizer: ModelTokenizer, prompt: Prompt) -> None:
+    def __init__(
+        self, index: int, options: CompletionOptions, tokenizer: ModelTokenizer, prompt: RenderedPrompt
+    ) -> None:
         self._index = index
-        self._wish = wish
+        self._options = options
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._text = Text(Decoder(tokenizer, prompt.tokens), wish.stop, len(prompt.echo or ""))
+        self._text = TextUntilStop(Detokenizer(tokenizer, prompt.tokens), options.stop, len(prompt.echo or ""))
         self._seen = 0
-        self._entries: list[Entry] = []
+        self._entries: list[LogprobEntry] = []
         self._is_echo_due = prompt.echo is not None
-        self.wants_tokens = wish.max_tokens != 0
+        self.wants_tokens = options.max_tokens != 0
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece | None:
-        """Some more tokens of a stream."""
+    def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> TextPiece | None:
+        """Add more tokens of a stream, and return their text if there is any."""
         text = self._echo() + self._take(tokens, logprobs, None)
         return self._piece(text) if text else None
 
-    def finish(self, sampled: Sampled, place: int) -> Piece:
-        """The whole sequence is known: what was not pushed before, and the end."""
-        sequence = sampled.sequences[place]
-        if self._is_echo_due and self._wish.top_logprobs is not None:
-            self._entries += prompt_entries(self._tokenizer, self._prompt, sampled)
+    def finish(self, sampled: Sampled, index: int) -> TextPiece:
+        """Return what was not pushed before, and the reason of the end: the whole sequence is known."""
+        sequence = sampled.sequences[index]
+        if self._is_echo_due and self._options.top_logprobs is not None:
+            self._entries += prompt_logprob_entries(self._tokenizer, self._prompt, sampled)
         text, finish_reason = self._echo(), "length"
         if self.wants_tokens:
             rest = slice(self._seen, None)
@@ -173,44 +174,46 @@ class _Choice:
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]] | None
     ) -> str:
         pieces = []
-        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            if self._wish.top_logprobs is not None:
-                self._entries.append(Entry(token, logprob, () if top is None else top[place], self._text.offset))
+        for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            if self._options.top_logprobs is not None:
+                self._entries.append(LogprobEntry(token, logprob, () if top is None else top[index], self._text.offset))
             pieces.append(self._text.push(token))
         self._seen += len(tokens)
         return "".join(pieces)
 
-    def _piece(self, text: str, finish_reason: str | None = None) -> Piece:
+    def _piece(self, text: str, finish_reason: str | None = None) -> TextPiece:
         # A token inside a stop string begins where the text ends.
         end = self._text.length
-        entries = [Entry(row.token, row.logprob, row.top, min(row.offset, end)) for row in self._entries]
+        entries = [LogprobEntry(row.token, row.logprob, row.top, min(row.offset, end)) for row in self._entries]
         self._entries = []
-        return Piece(index=self._index, text=text, entries=entries, finish_reason=finish_reason)
+        return TextPiece(index=self._index, text=text, entries=entries, finish_reason=finish_reason)
 
 
-def prompt_entries(tokenizer: ModelTokenizer, prompt: Prompt, sampled: Sampled) -> list[Entry]:
-    """The tokens of an echoed prompt. The first has no log-probability: nothing stands before it."""
-    text, entries = Text(Decoder(tokenizer), ()), []
+def prompt_logprob_entries(tokenizer: ModelTokenizer, prompt: RenderedPrompt, sampled: Sampled) -> list[LogprobEntry]:
+    """Return the entries of an echoed prompt. The first token has no log-probability: nothing comes before it."""
+    text, entries = TextUntilStop(Detokenizer(tokenizer), ()), []
     logprobs = sampled.prompt_logprobs or [None] * len(prompt.tokens)
     tops = sampled.topk_prompt or [None] * len(prompt.tokens)
     for token, logprob, top in zip(prompt.tokens, logprobs, tops, strict=True):
-        entries.append(Entry(token, logprob, top or (), min(text.offset, len(prompt.echo or ""))))
+        entries.append(LogprobEntry(token, logprob, top or (), min(text.offset, len(prompt.echo or ""))))
         text.push(token)
     return entries
 
 
-# ── Shapes
+# ── JSON
 
 Style = Literal["completion", "chat"]
 
 
-def whole_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """A choice of an answer that is not streamed."""
+def whole_choice(
+    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, pieces: Sequence[TextPiece]
+) -> dict[str, Any]:
+    """Return a choice of a response that is not streamed."""
     text = "".join(piece.text for piece in pieces)
     entries = [entry for piece in pieces for entry in piece.entries]
     choice = {
         "index": pieces[-1].index,
-        "logprobs": logprobs_of(style, tokenizer, wish, entries),
+        "logprobs": logprobs_of(style, tokenizer, options, entries),
         "finish_reason": pieces[-1].finish_reason,
     }
     if style == "completion":
@@ -218,11 +221,13 @@ def whole_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, pieces: Se
     return {**choice, "message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-def chunk_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, piece: Piece, is_first: bool) -> dict[str, Any]:
-    """A choice of one chunk of a stream."""
+def chunk_choice(
+    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, piece: TextPiece, is_first: bool
+) -> dict[str, Any]:
+    """Return a choice of one chunk of a stream."""
     choice = {
         "index": piece.index,
-        "logprobs": logprobs_of(style, tokenizer, wish, piece.entries) if piece.entries else None,
+        "logprobs": logprobs_of(style, tokenizer, options, piece.entries) if piece.entries else None,
         "finish_reason": piece.finish_reason,
     }
     if style == "completion":
@@ -231,8 +236,10 @@ def chunk_choice(style: Style, tokenizer: ModelTokenizer, wish: Wish, piece: Pie
     return {**choice, "delta": {**delta, "content": piece.text} if piece.text or is_first else delta}
 
 
-def logprobs_of(style: Style, tokenizer: ModelTokenizer, wish: Wish, entries: Sequence[Entry]) -> dict[str, Any] | None:
-    if wish.top_logprobs is None:
+def logprobs_of(
+    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, entries: Sequence[LogprobEntry]
+) -> dict[str, Any] | None:
+    if options.top_logprobs is None:
         return None
     if style == "chat":
         return {"content": [_chat_entry(tokenizer, entry) for entry in entries], "refusal": None}
@@ -244,19 +251,19 @@ def logprobs_of(style: Style, tokenizer: ModelTokenizer, wish: Wish, entries: Se
     }
 
 
-def _top(tokenizer: ModelTokenizer, entry: Entry) -> dict[str, float] | None:
-    """The likeliest tokens, and the one that is there even if it is not among them."""
+def _top(tokenizer: ModelTokenizer, entry: LogprobEntry) -> dict[str, float] | None:
+    """Return the likeliest tokens, and the sampled one even if it is not among them."""
     if entry.logprob is None:
         return None
     named: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-        # Two tokens may have one text; the likelier one is meant.
+        # Two tokens may have the same text: report the likelier one.
         name = _name(tokenizer, token)
-        named[name] = max(named.get(name, LEAST_LOGPROB), _finite(logprob))
+        named[name] = max(named.get(name, MIN_LOGPROB), _finite(logprob))
     return named
 
 
-def _chat_entry(tokenizer: ModelTokenizer, entry: Entry) -> dict[str, Any]:
+def _chat_entry(tokenizer: ModelTokenizer, entry: LogprobEntry) -> dict[str, Any]:
     top = [_chat_token(tokenizer, token, logprob) for token, logprob in entry.top]
     return {**_chat_token(tokenizer, entry.token, entry.logprob or 0.0), "top_logprobs": top}
 
@@ -267,7 +274,7 @@ def _chat_token(tokenizer: ModelTokenizer, token: int, logprob: float) -> dict[s
 
 
 def _name(tokenizer: ModelTokenizer, token: int) -> str:
-    """A token's text; one that is part of a character is spelled out, as OpenAI does."""
+    """Return a token's text. The bytes of a token that is only part of a character are spelled out, as at OpenAI."""
     content = tokenizer.token_bytes(token)
     try:
         return content.decode()
@@ -276,37 +283,4 @@ def _name(tokenizer: ModelTokenizer, token: int) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB) if logprob == logprob else LEAST_LOGPROB
-
-
-# ── Errors
-
-_TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-def refusal_of(problem: Exception) -> Refused | None:
-    """What is to be said of a problem; None if it is not one that anybody foresaw."""
-    match problem:
-        case Refused(code="unknown_base_model" | "unknown_checkpoint"):
-            return Refused(404, problem.detail, "model_not_found")
-        case Refused():
-            return problem
-        case ValidationError():
-            return bad(str(problem), "invalid")
-        case EngineFault(category="user"):
-            return bad(str(problem), "invalid")
-        case EngineFault():
-            return Refused(500, str(problem), "engine_failed", "server")
-        case EngineDied():
-            detail = "The engine died and is being started again. Ask again in a moment."
-            return Refused(503, detail, "engine_restarting", "server", {"retry-after": "2"})
-    return None
-
-
-def error_of(refused: Refused) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    kind = _TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
-    param = refused.param if isinstance(refused, BadField) else None
-    if refused.code == "model_not_found":
-        param = "model"
-    return {"error": {"message": refused.detail, "type": kind, "param": param, "code": refused.code}}
+    return max(logprob, MIN_LOGPROB) if logprob == logprob else MIN_LOGPROB

@@ -1,10 +1,9 @@
-"""The OpenAI-compatible endpoint: models, completions and chats, whole or streamed, from any base or checkpoint."""
+"""The OpenAI-compatible endpoints: models, completions and chats, whole or streamed, of base models and checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,58 +11,60 @@ from uuid import uuid4
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.engine.contract import Sampled, SampleEvent, SampleSpec
-from tinkex.server.http.errors import Refused, answer
-from tinkex.server.http.requests import body_of, service_of, tenant_of
-from tinkex.server.openai.requests import Chat, Completion, Wish, read_chat, read_completion, seeds_of, spec_of
+from tinkex.server.http.errors import RequestRejected, json_response
+from tinkex.server.http.event_stream import open_event_stream
+from tinkex.server.http.handlers import guarded
+from tinkex.server.http.requests import read_json, service_of, tenant_of
+from tinkex.server.openai.errors import error_body, openai_error_response, rejection_of
+from tinkex.server.openai.requests import (
+    Chat,
+    Completion,
+    CompletionOptions,
+    read_chat,
+    read_completion,
+    seeds_of,
+    spec_of,
+)
 from tinkex.server.openai.responses import (
-    Answer,
-    Piece,
-    Prompt,
+    CompletionBuilder,
+    RenderedPrompt,
     Style,
+    TextPiece,
     chunk_choice,
-    error_of,
-    refusal_of,
     whole_choice,
 )
-from tinkex.server.sampling.sample_queue import Sampling, Target
+from tinkex.server.sampling.sample_queue import Target
 from tinkex.server.sampling.tokenizer_cache import ModelTokenizer
 from tinkex.server.service import Service
+from tinkex.wire import sse
 
-logger = logging.getLogger("tinkex.server")
-
-AT_ONCE: Final = 16
+MAX_PROMPTS_AT_ONCE: Final = 16
 """Prompts of one request that are sampled at the same time, so that a long list does not fill the queue by itself."""
-FIRST_EVENT_S: Final = 0.5
-"""A stream waits so long for a first word or a refusal: after its headers are sent, a status can no longer be."""
-QUIET_S: Final = 15.0
-"""A comment is sent into a stream that has been silent for so long, lest a proxy think it dead."""
-MOST_LISTED: Final = 1000
-GONE: Final = 499
-"""The status for a client that hung up. Nobody reads it but the metrics."""
+MAX_LISTED_CHECKPOINTS: Final = 1000
 
 
 # ── Handlers
 
 
 async def list_models(request: Request) -> Response:
-    """Every name that works: base models, aliases, and the caller's checkpoints for sampling, newest first."""
+    """List every name that works: base models, aliases, and the tenant's checkpoints for sampling, newest first."""
     service, tenant = service_of(request), tenant_of(request)
     entries = [_model(name, 0, model.name) for model in service.catalog.models for name in model.names]
     saved, _ = await service.db(
-        lambda: service.store.list_checkpoints(tenant, None, 0, MOST_LISTED, service.clock.wall())
+        lambda: service.store.list_checkpoints(tenant, None, 0, MAX_LISTED_CHECKPOINTS, service.clock.wall())
     )
     entries += [_model(row.path, row.created_at, row.base_model) for row in saved if row.kind == "sampler_weights"]
-    return answer({"object": "list", "data": entries})
+    return json_response({"object": "list", "data": entries})
 
 
 async def get_model(request: Request) -> Response:
     name = request.path_params["name"]
     target = await _open(service_of(request), tenant_of(request), name)
-    return answer(_model(name, 0, target.info.name))
+    return json_response(_model(name, 0, target.info.name))
 
 
 def _model(name: str, created_at: float, base: str) -> dict[str, Any]:
@@ -71,23 +72,23 @@ def _model(name: str, created_at: float, base: str) -> dict[str, Any]:
 
 
 async def completions(request: Request) -> Response:
-    asked = read_completion(await body_of(request))
+    completion = read_completion(await read_json(request))
     service, tenant = service_of(request), tenant_of(request)
-    target = await _open(service, tenant, asked.wish.model)
-    job = await asyncio.to_thread(_completion_job, service, target, asked)
-    return await _respond(request, service, tenant, job)
+    target = await _open(service, tenant, completion.options.model)
+    job = await asyncio.to_thread(_completion_job, service, tenant, target, completion)
+    return await _respond(request, service, job)
 
 
 async def chat_completions(request: Request) -> Response:
-    asked = read_chat(await body_of(request))
+    chat = read_chat(await read_json(request))
     service, tenant = service_of(request), tenant_of(request)
-    target = await _open(service, tenant, asked.wish.model)
-    job = await asyncio.to_thread(_chat_job, service, target, asked)
-    return await _respond(request, service, tenant, job)
+    target = await _open(service, tenant, chat.options.model)
+    job = await asyncio.to_thread(_chat_job, service, tenant, target, chat)
+    return await _respond(request, service, job)
 
 
 async def unknown(request: Request) -> Response:
-    raise Refused(
+    raise RequestRejected(
         404,
         f"{request.method} {request.url.path[:200]} is not part of this service. It has GET models, POST completions "
         "and POST chat/completions.",
@@ -96,7 +97,7 @@ async def unknown(request: Request) -> Response:
 
 
 async def _open(service: Service, tenant: str, model: str) -> Target:
-    """What `model` names: the adapter of a checkpoint, or a base model without one."""
+    """Return what `model` names: the adapter of a checkpoint, or a base model without one."""
     if model.startswith("tinker://"):
         return await service.sampling.open(tenant, base_model=None, model_path=model)
     return await service.sampling.open(tenant, base_model=model, model_path=None)
@@ -106,54 +107,63 @@ async def _open(service: Service, tenant: str, model: str) -> Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CompletionJob:
     """A request that is ready to be sampled."""
 
     id: str
+    tenant: str
     style: Style
-    wish: Wish
+    options: CompletionOptions
     target: Target
     tokenizer: ModelTokenizer
-    prompts: Sequence[Prompt]
+    prompts: Sequence[RenderedPrompt]
     specs: Sequence[SampleSpec]
 
 
-def _completion_job(service: Service, target: Target, asked: Completion) -> Job:
+def _completion_job(service: Service, tenant: str, target: Target, completion: Completion) -> CompletionJob:
     tokenizer = service.tokenizers.load(target.info.name)
     prompts = []
-    for prompt in asked.prompts:
+    for prompt in completion.prompts:
         if isinstance(prompt, str):
-            tokens, text = tokenizer.encode(prompt, asked.add_special_tokens), prompt
+            tokens, text = tokenizer.encode(prompt, completion.add_special_tokens), prompt
         else:
-            tokens, text = list(prompt), tokenizer.decode(prompt) if asked.is_echoed else ""
-        prompts.append(Prompt(tokens=tokens, echo=text if asked.is_echoed else None))
-    return _job("completion", asked.wish, target, tokenizer, prompts)
+            tokens, text = list(prompt), tokenizer.decode(prompt) if completion.is_echoed else ""
+        prompts.append(RenderedPrompt(tokens=tokens, echo=text if completion.is_echoed else None))
+    return _job("completion", tenant, completion.options, target, tokenizer, prompts)
 
 
-def _chat_job(service: Service, target: Target, asked: Chat) -> Job:
+def _chat_job(service: Service, tenant: str, target: Target, chat: Chat) -> CompletionJob:
     tokenizer = service.tokenizers.load(target.info.name)
     text = tokenizer.chat.render(
         target.info.name,
-        asked.messages,
-        add_generation_prompt=asked.add_generation_prompt,
-        tools=asked.tools,
-        extras=asked.template_extras,
+        chat.messages,
+        add_generation_prompt=chat.add_generation_prompt,
+        tools=chat.tools,
+        extras=chat.template_extras,
     )
     # The template writes the special tokens itself.
-    prompt = Prompt(tokens=tokenizer.encode(text, add_special_tokens=False))
-    return _job("chat", asked.wish, target, tokenizer, [prompt])
+    prompt = RenderedPrompt(tokens=tokenizer.encode(text, add_special_tokens=False))
+    return _job("chat", tenant, chat.options, target, tokenizer, [prompt])
 
 
-def _job(style: Style, wish: Wish, target: Target, tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> Job:
+def _job(
+    style: Style,
+    tenant: str,
+    options: CompletionOptions,
+    target: Target,
+    tokenizer: ModelTokenizer,
+    prompts: Sequence[RenderedPrompt],
+) -> CompletionJob:
     specs = [
-        spec_of(wish, target.info, target.weights, prompt.tokens, seed, is_echoed=prompt.echo is not None)
-        for prompt, seed in zip(prompts, seeds_of(wish.seed, len(prompts)), strict=True)
+        spec_of(options, target.info, target.weights, prompt.tokens, seed, is_echoed=prompt.echo is not None)
+        for prompt, seed in zip(prompts, seeds_of(options.seed, len(prompts)), strict=True)
     ]
     prefix = "cmpl" if style == "completion" else "chatcmpl"
-    return Job(
+    return CompletionJob(
         id=f"{prefix}-{uuid4().hex}",
+        tenant=tenant,
         style=style,
-        wish=wish,
+        options=options,
         target=target,
         tokenizer=tokenizer,
         prompts=prompts,
@@ -161,208 +171,118 @@ def _job(style: Style, wish: Wish, target: Target, tokenizer: ModelTokenizer, pr
     )
 
 
-class Samples:
-    """The events of several prompts as one sequence of (prompt, event). Closing it cancels what is not finished."""
+async def _sample_prompts(service: Service, job: CompletionJob) -> AsyncGenerator[tuple[int, SampleEvent], None]:
+    """Sample all prompts of a job and yield (index of the prompt, event) until each has its result.
 
-    def __init__(self, sampling: Sampling, tenant: str, job: Job) -> None:
-        self._events: asyncio.Queue[tuple[int, SampleEvent] | Exception] = asyncio.Queue()
-        self._first: tuple[int, SampleEvent] | None = None
-        self._left = len(job.specs)
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._tasks = [
-            asyncio.create_task(self._sample(sampling, tenant, job.target, place, spec))
-            for place, spec in enumerate(job.specs)
-        ]
+    Closing the generator cancels what is not finished. The first error of any prompt is raised.
+    """
+    events: asyncio.Queue[tuple[int, SampleEvent] | Exception] = asyncio.Queue()
+    slots = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
 
-    async def _sample(self, sampling: Sampling, tenant: str, target: Target, place: int, spec: SampleSpec) -> None:
+    async def sample(index: int, spec: SampleSpec) -> None:
         try:
-            async with self._room, aclosing(sampling.run(tenant, target, spec)) as events:  # type: ignore[type-var]
-                async for event in events:
-                    self._events.put_nowait((place, event))
-        except Exception as problem:  # raised to whoever reads
-            self._events.put_nowait(problem)
+            samples = service.sampling.run(job.tenant, job.target, spec)
+            async with slots, aclosing(samples) as stream:  # type: ignore[type-var]
+                async for event in stream:
+                    events.put_nowait((index, event))
+        except Exception as error:  # raised below, to the reader of the events
+            events.put_nowait(error)
 
-    async def begin(self) -> None:
-        """Wait a moment for the first event. Raises if it is a refusal."""
-        try:
-            async with asyncio.timeout(FIRST_EVENT_S):
-                self._first = await self._next()
-        except TimeoutError:
-            pass
-
-    async def next(self) -> tuple[int, SampleEvent] | None:
-        """None when every prompt has its result."""
-        if self._first is not None:
-            found, self._first = self._first, None
-        elif self._left:
-            found = await self._next()
-        else:
-            return None
-        self._left -= isinstance(found[1], Sampled)
-        return found
-
-    async def _next(self) -> tuple[int, SampleEvent]:
-        found = await self._events.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def close(self) -> None:
-        # Not awaited: whoever closes may itself be cancelled, and each task cleans up after itself.
-        for task in self._tasks:
+    tasks = [asyncio.create_task(sample(index, spec)) for index, spec in enumerate(job.specs)]
+    unfinished = len(tasks)
+    try:
+        while unfinished:
+            item = await events.get()
+            if isinstance(item, Exception):
+                raise item
+            unfinished -= isinstance(item[1], Sampled)
+            yield item
+    finally:
+        # Not awaited: the reader may itself be cancelled, and each task cleans up after itself.
+        for task in tasks:
             task.cancel()
 
 
-# ── From samples to an answer
+# ── From samples to a response
 
 
-async def _respond(request: Request, service: Service, tenant: str, job: Job) -> Response:
-    samples = Samples(service.sampling, tenant, job)
+async def _respond(request: Request, service: Service, job: CompletionJob) -> Response:
     created = int(service.clock.wall())
-    if not job.wish.is_streamed:
-        try:
-            return await _whole(request, samples, job, created)
-        finally:
-            samples.close()
-    try:
-        await samples.begin()
-    except BaseException:
-        samples.close()
-        raise
-    return EventStream(_lines(samples, job, created), samples)
+    if job.options.is_streamed:
+        return await open_event_stream(_stream(service, job, created), _error_event)
+    events = await _collect(request, service, job)
+    return await asyncio.to_thread(_whole_response, events, job, created)
 
 
-async def _whole(request: Request, samples: Samples, job: Job, created: int) -> Response:
-    """The answer in one piece. Nobody waits for it any more if the client is gone."""
-    collected = asyncio.create_task(_collect(samples))
-    gone = asyncio.create_task(_gone(request))
+async def _collect(request: Request, service: Service, job: CompletionJob) -> list[tuple[int, SampleEvent]]:
+    """Return all events of a job. Raises ClientDisconnect, and cancels the samples, if the client hangs up."""
+
+    async def collect() -> list[tuple[int, SampleEvent]]:
+        async with aclosing(_sample_prompts(service, job)) as events:
+            return [event async for event in events]
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    collecting, waiting = asyncio.create_task(collect()), asyncio.create_task(disconnected())
     try:
-        await asyncio.wait((collected, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not collected.done():
-            return Response(status_code=GONE)
-        events = collected.result()
+        await asyncio.wait((collecting, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            raise ClientDisconnect
+        return collecting.result()
     finally:
-        collected.cancel()
-        gone.cancel()
-    return await asyncio.to_thread(_answer, events, job, created)
+        collecting.cancel()
+        waiting.cancel()
 
 
-async def _collect(samples: Samples) -> list[tuple[int, SampleEvent]]:
-    events = []
-    while (event := await samples.next()) is not None:
-        events.append(event)
-    return events
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _answer(events: Sequence[tuple[int, SampleEvent]], job: Job, created: int) -> Response:
-    told = Answer(job.wish, job.tokenizer, job.prompts)
-    pieces: dict[int, list[Piece]] = {}
-    for place, event in events:
-        for piece in told.feed(place, event):
+def _whole_response(events: Sequence[tuple[int, SampleEvent]], job: CompletionJob, created: int) -> Response:
+    builder = CompletionBuilder(job.options, job.tokenizer, job.prompts)
+    pieces: dict[int, list[TextPiece]] = {}
+    for index, event in events:
+        for piece in builder.feed(index, event):
             pieces.setdefault(piece.index, []).append(piece)
-    choices = [whole_choice(job.style, job.tokenizer, job.wish, pieces[index]) for index in sorted(pieces)]
+    choices = [whole_choice(job.style, job.tokenizer, job.options, pieces[index]) for index in sorted(pieces)]
     kind = "text_completion" if job.style == "completion" else "chat.completion"
-    return answer({**_head(job, kind, created), "choices": choices, "usage": told.usage})
+    return json_response({**_head(job, kind, created), "choices": choices, "usage": builder.usage})
 
 
-def _head(job: Job, kind: str, created: int) -> dict[str, Any]:
-    return {"id": job.id, "object": kind, "created": created, "model": job.wish.model}
+def _head(job: CompletionJob, kind: str, created: int) -> dict[str, Any]:
+    return {"id": job.id, "object": kind, "created": created, "model": job.options.model}
 
 
-async def _lines(samples: Samples, job: Job, created: int) -> AsyncIterator[bytes]:
-    """The lines of a stream. An error is one of them, and the last: the status is sent already."""
-    told = Answer(job.wish, job.tokenizer, job.prompts)
+async def _stream(service: Service, job: CompletionJob, created: int) -> AsyncGenerator[bytes, None]:
+    """Yield the encoded events of a streamed response."""
+    builder = CompletionBuilder(job.options, job.tokenizer, job.prompts)
     head = _head(job, "text_completion" if job.style == "completion" else "chat.completion.chunk", created)
-    with_usage = {"usage": None} if job.wish.with_usage else {}
+    no_usage = {"usage": None} if job.options.with_usage else {}
     begun: set[int] = set()
-    try:
-        while True:
-            try:
-                async with asyncio.timeout(QUIET_S):
-                    found = await samples.next()
-            except TimeoutError:
-                yield b": still at work\n\n"
-                continue
-            if found is None:
-                break
-            for piece in told.feed(*found):
-                choice = chunk_choice(job.style, job.tokenizer, job.wish, piece, piece.index not in begun)
+    async with aclosing(_sample_prompts(service, job)) as events:
+        async for index, event in events:
+            for piece in builder.feed(index, event):
+                choice = chunk_choice(job.style, job.tokenizer, job.options, piece, piece.index not in begun)
                 begun.add(piece.index)
-                yield _line({**head, "choices": [choice], **with_usage})
-        if job.wish.with_usage:
-            yield _line({**head, "choices": [], "usage": told.usage})
-        yield b"data: [DONE]\n\n"
-    except Exception as problem:
-        yield _line(error_of(_refusal(problem)))
+                yield _event({**head, "choices": [choice], **no_usage})
+    if job.options.with_usage:
+        yield _event({**head, "choices": [], "usage": builder.usage})
+    yield sse.encode("", "[DONE]")
 
 
-def _line(content: Any) -> bytes:
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+def _event(content: Any) -> bytes:
+    return sse.encode("", orjson.dumps(content))
 
 
-class EventStream(StreamingResponse):
-    """A stream whose samples end with it, however it ends."""
-
-    def __init__(self, lines: AsyncIterator[bytes], samples: Samples) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(lines, headers=headers, media_type="text/event-stream")
-        self._samples = samples
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._samples.close()
+def _error_event(error: Exception) -> bytes:
+    return _event(error_body(rejection_of(error)))
 
 
-# ── Errors, and the table
-
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
-def openai_error(problem: Exception) -> Response:
-    """Any problem as OpenAI's clients expect it."""
-    refused = _refusal(problem)
-    return answer(error_of(refused), refused.status, refused.headers)
-
-
-def _refusal(problem: Exception) -> Refused:
-    refused = refusal_of(problem)
-    if refused is None:
-        logger.error("a request failed", exc_info=problem)
-        refused = Refused(500, "The service failed to answer this request; its log says why.", "internal", "server")
-    return refused
-
-
-def guarded(handler: Handler) -> Handler:
-    """Whatever a handler raises becomes an answer in OpenAI's form; everything is counted."""
-
-    async def run(request: Request) -> Response:
-        service, tenant = service_of(request), tenant_of(request)
-        started = service.clock.now()
-        try:
-            response = await handler(request)
-        except ClientDisconnect:
-            response = Response(status_code=GONE)
-        except Exception as problem:
-            response = openai_error(problem)
-        name = f"openai.{handler.__name__}"
-        service.metrics.request(name, response.status_code, service.clock.now() - started, tenant)
-        return response
-
-    return run
-
+# ── The routes
 
 PREFIXES: Final = ("/v1", "/oai/api/v1")
 _METHODS: Final = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 ROUTES: list[Route] = [
-    Route(prefix + path, guarded(handler), methods=methods)
+    Route(prefix + path, guarded(f"openai.{handler.__name__}", handler, openai_error_response), methods=methods)
     for prefix in PREFIXES
     for path, handler, methods in (
         ("/models", list_models, ["GET"]),

@@ -1,1 +1,6 @@
-"""One file per kind of call; every function here is one endpoint and has the endpoint's name."""
+"""The handlers of the API, one file per kind of call. A handler has the name of its endpoint.
+
+Others import:
+    table.api_routes       the routes of the API, from the table of all handlers
+    console, metrics       the web page, and /metrics with its gauges
+"""

@@ -1,4 +1,4 @@
-"""What the service says of itself, and the caller's account: settings, health, models, keys, the audit log, usage."""
+"""Endpoints about the service and the tenant's account: settings, health, models, keys, the audit log, usage."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from tinkex._version import __version__
 from tinkex.server.http import views
-from tinkex.server.http.access import key_in
-from tinkex.server.http.errors import Refused, answer, bad
+from tinkex.server.http.access import api_key_in
+from tinkex.server.http.errors import RequestRejected, bad_request, json_response
 from tinkex.server.http.requests import service_of, tenant_of
 from tinkex.server.routes.runs import checkpoints_in_project
 from tinkex.server.service import Service
@@ -20,18 +20,18 @@ from tinkex.store.records import AuditEntry
 from tinkex.store.store import Store
 
 SAMPLE_USE_RETRIEVE_FUTURES = False
-"""Whether clients from 0.27 on poll for many samples with one call. Off until it is shown to be better."""
+"""Whether clients from 0.27 on poll for many samples with one call. Off until a measurement shows that it is better."""
 FWDBWD_MAX_CHUNK_LEN = 1024
 FWDBWD_MAX_CHUNK_BYTES = 5_000_000
 SAMPLE_MAX_CONCURRENT = 2000
-_MOST_AUDIT_ENTRIES = 10_000
+_MAX_AUDIT_ENTRIES = 10_000
 
 
 async def client_config(request: Request) -> Response:
     config = service_of(request).config
-    return answer(
+    return json_response(
         {
-            # In order, one by one: official clients would otherwise post later chunks first.
+            # One chunk at a time: official clients would otherwise send later chunks first.
             "parallel_fwdbwd_chunks": False,
             "custom_loss_server_side": False,
             "proto_compress_fwdbwd": False,
@@ -46,35 +46,37 @@ async def client_config(request: Request) -> Response:
 
 
 async def client_dynamic_config(request: Request) -> Response:
-    return answer({"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64})
+    return json_response(
+        {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
+    )
 
 
 async def auth_token(request: Request) -> Response:
-    raise bad(
+    raise bad_request(
         "This service issues no tokens: send the API key itself with every request (client/config says so).",
         "no_tokens",
     )
 
 
 async def healthz(request: Request) -> Response:
-    """True only if work can be done: for load balancers, and for people who wait."""
+    """Return 200 only if the service can work, for load balancers and for people who wait; otherwise 503."""
     service = service_of(request)
     state = service.engine.state
-    detail = (state.reason or "The engine is starting.") if not state.is_ready else service.worker.halt
+    detail = (state.reason or "The engine is starting.") if not state.is_ready else service.worker.pause_reason
     if detail:
-        raise Refused(503, detail, "not_ready", "server", {"retry-after": "1"})
-    return answer({"status": "ok"})
+        raise RequestRejected(503, detail, "not_ready", "server", {"retry-after": "1"})
+    return json_response({"status": "ok"})
 
 
 async def get_server_capabilities(request: Request) -> Response:
     models = service_of(request).catalog.models
-    return answer(
+    return json_response(
         {"supported_models": [views.supported_model(model, name) for model in models for name in model.names]}
     )
 
 
 async def create_custom_loss(request: Request) -> Response:
-    raise bad(
+    raise bad_request(
         "Losses that run on the service are not offered here: a client could send any code. "
         "Use forward_backward_custom, which computes the loss on your side.",
         "no_server_side_losses",
@@ -86,23 +88,23 @@ async def create_custom_loss(request: Request) -> Response:
 
 async def whoami(request: Request) -> Response:
     service = service_of(request)
-    key = await service.access.stored_key(key_in(request.headers.raw))
-    return answer(views.identity(tenant_of(request), key))
+    key = await service.access.stored_key(api_key_in(request.headers.raw))
+    return json_response(views.identity(tenant_of(request), key))
 
 
 async def revoke_key(request: Request) -> Response:
-    """Revokes the key that the request carries, and no other."""
+    """Revoke the key that the request carries, and no other."""
     service = service_of(request)
-    key = await service.access.revoke(key_in(request.headers.raw))
-    await note(service, tenant_of(request), "key.revoke", key.hint)
-    return answer(None)
+    key = await service.access.revoke(api_key_in(request.headers.raw))
+    await write_audit(service, tenant_of(request), "key.revoke", key.hint)
+    return json_response(None)
 
 
 # -- the audit log ---------------------------------------------------------------------------------------------------
 
 
-async def note(service: Service, tenant: str, action: str, target: str, **detail: Any) -> None:
-    """Write a line into the audit log. `action` is `noun.verb`."""
+async def write_audit(service: Service, tenant: str, action: str, target: str, **detail: Any) -> None:
+    """Add an entry to the audit log. `action` is `noun.verb`."""
     entry = AuditEntry(
         id=uuid4().hex, at=service.clock.wall(), tenant=tenant, action=action, target=target, detail=detail
     )
@@ -110,22 +112,22 @@ async def note(service: Service, tenant: str, action: str, target: str, **detail
 
 
 async def audit_log(request: Request) -> Response:
-    """The events of one day (UTC; today if none is named), oldest first. A log of this service alone."""
+    """Return the events of one day (UTC; today by default), oldest first."""
     service = service_of(request)
-    wanted = request.query_params.get("event_type", "all")
+    event_type = request.query_params.get("event_type", "all")
     day = request.query_params.get("day")
     try:
         date = dt.date.fromisoformat(day) if day else dt.datetime.fromtimestamp(service.clock.wall(), dt.UTC).date()
     except ValueError:
-        raise bad(f"day must be a date such as 2026-01-31, not {day!r}.", "bad_day") from None
+        raise bad_request(f"day must be a date such as 2026-01-31, not {day!r}.", "bad_day") from None
     start = dt.datetime.combine(date, dt.time(), dt.UTC).timestamp()
-    found = await service.db(_audit_of, service.store, tenant_of(request), start, start + 86400)
-    noun = "" if wanted == "all" else wanted.removesuffix("s") + "."
-    return answer({"entries": [views.audit_entry(entry) for entry in found if entry.action.startswith(noun)]})
+    entries = await service.db(_audit_of, service.store, tenant_of(request), start, start + 86400)
+    noun = "" if event_type == "all" else event_type.removesuffix("s") + "."
+    return json_response({"entries": [views.audit_entry(entry) for entry in entries if entry.action.startswith(noun)]})
 
 
 def _audit_of(store: Store, tenant: str, start: float, end: float) -> list[AuditEntry]:
-    entries = store.list_audit(tenant, limit=_MOST_AUDIT_ENTRIES, before=end)
+    entries = store.list_audit(tenant, limit=_MAX_AUDIT_ENTRIES, before=end)
     return sorted((entry for entry in entries if entry.at >= start), key=lambda entry: (entry.at, entry.id))
 
 
@@ -133,9 +135,9 @@ def _audit_of(store: Store, tenant: str, start: float, end: float) -> list[Audit
 
 
 async def billing_usage(request: Request) -> Response:
-    raise bad(
-        "There is no billing on a service of your own, so there is no usage to bill. "
-        "/metrics counts tokens and requests, and checkpoint storage has real numbers.",
+    raise bad_request(
+        "A self-hosted service has no billing, so there are no usage events. "
+        "/metrics counts tokens and requests, and the usage of checkpoint storage is measured.",
         "no_billing",
     )
 
@@ -156,4 +158,4 @@ async def checkpoint_storage_usage(request: Request) -> Response:
         "size_bytes": size,
         "size_gigabytes": size / 1e9,
     }
-    return answer({"data": [item]})
+    return json_response({"data": [item]})

@@ -1,4 +1,4 @@
-"""The console's files as they are: a page at `/`, its parts under `/console/`. They hold no data and need no key."""
+"""Serves the console: its page at `/`, its files under `/console/`. They hold no data and need no key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from tinkex.server.http.errors import as_response, not_found
+from tinkex.server.http.errors import error_response, not_found
 
 FOLDER: Final = Path(__file__).parents[1] / "console"
 PAGE: Final = "index.html"
@@ -34,7 +34,7 @@ POLICY: Final = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # The browser itself refuses to make HTML out of text, should the page ever try.
+        # The browser itself refuses to turn text into HTML, should the page ever try.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -45,54 +45,56 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # Kept, but asked for again every time: after an update the page must not mix old parts with new ones.
+    # The browser may cache, but must ask every time: after an update the page must not mix old files with new ones.
     "cache-control": "no-cache",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ConsoleFile:
+    """A file of the console, ready to be sent."""
+
     content: bytes
     media_type: str
     etag: str
 
 
 async def page(request: Request) -> Response:
-    return _respond(request, (await asyncio.to_thread(parts))[PAGE], {"vary": "Accept"})
+    return _respond(request, (await asyncio.to_thread(console_files))[PAGE], {"vary": "Accept"})
 
 
-async def part(request: Request) -> Response:
+async def console_file(request: Request) -> Response:
     name = request.path_params["name"]
-    found = (await asyncio.to_thread(parts)).get(name)
-    if found is None or name == PAGE:
-        return as_response(not_found("file", name))
-    return _respond(request, found)
+    file = (await asyncio.to_thread(console_files)).get(name)
+    if file is None or name == PAGE:
+        return error_response(not_found("file", name))
+    return _respond(request, file)
 
 
 async def to_page(request: Request) -> Response:
-    """Relative, because a proxy may have taken a prefix away."""
+    """Redirect to the page. The address is relative, because a reverse proxy may have removed a prefix."""
     return RedirectResponse("../" if request.url.path.endswith("/") else "./", headers=HEADERS)
 
 
 @functools.cache
-def parts() -> Mapping[str, Part]:
-    """All of them by name, read once: what a client asks for is looked up here and never becomes a path."""
+def console_files() -> Mapping[str, ConsoleFile]:
+    """Return all files by name, read once. The name in a request is looked up here and never becomes a path."""
     return {
-        file.name: Part(content := file.read_bytes(), MEDIA_TYPES[file.suffix], _etag(content))
+        file.name: ConsoleFile(content := file.read_bytes(), MEDIA_TYPES[file.suffix], _etag(content))
         for file in sorted(FOLDER.iterdir())
         if file.suffix in MEDIA_TYPES
     }
 
 
 def wants_page(request: Request) -> bool:
-    """Browsers say that they read HTML; programs do not."""
+    """Return whether the client is a browser: browsers accept HTML, programs do not ask for it."""
     return "text/html" in request.headers.get("accept", "")
 
 
 ROUTES = [
     Route("/console", to_page),
     Route("/console/", to_page),
-    Route("/console/{name:path}", part),
+    Route("/console/{name:path}", console_file),
 ]
 
 
@@ -100,10 +102,10 @@ def _etag(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
-def _respond(request: Request, part: Part, more: Mapping[str, str] = {}) -> Response:
-    headers = {**HEADERS, **more, "etag": part.etag}
-    # Proxies that compress mark a tag as weak; it still names these bytes.
+def _respond(request: Request, file: ConsoleFile, extra_headers: Mapping[str, str] = {}) -> Response:
+    headers = {**HEADERS, **extra_headers, "etag": file.etag}
+    # Proxies that compress mark an ETag as weak; it still identifies this content.
     known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
-    if part.etag in known:
+    if file.etag in known:
         return Response(status_code=304, headers=headers)
-    return Response(part.content, headers=headers, media_type=part.media_type)
+    return Response(file.content, headers=headers, media_type=file.media_type)

@@ -1,7 +1,7 @@
-"""Copies of checkpoints.
+"""Copies checkpoints, also those that another tenant published.
 
-A copy gets a run of its own that was never in the engine: it owns the checkpoint, says what it is, and takes no
-training. To train on, a client makes a model from the checkpoint, as from any other.
+A copy gets its own run, which only owns the checkpoint: it was never in the engine and cannot be trained. To continue
+training, a client creates a model from the checkpoint, as from any other.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.http.errors import answer, bad, not_found
-from tinkex.server.http.lookup import own_session, path_in, readable_checkpoint, ttl_in
-from tinkex.server.http.requests import body_of, service_of, tenant_of
-from tinkex.server.routes.account import note
+from tinkex.server.http.errors import bad_request, json_response, not_found
+from tinkex.server.http.lookup import find_readable_checkpoint, find_session, parse_ttl, require_checkpoint_path
+from tinkex.server.http.requests import read_json, service_of, tenant_of
+from tinkex.server.routes.account import write_audit
 from tinkex.server.routes.sessions import idempotency_key
 from tinkex.server.service import Service
 from tinkex.server.upkeep import folders
-from tinkex.store.records import Checkpoint, Operation, Run, Session
+from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Duplicate
 
 
-class Place(NamedTuple):
-    """Where a checkpoint from elsewhere goes."""
+class CopyDestination(NamedTuple):
+    """The session and run that a copied or imported checkpoint will belong to."""
 
-    session: Session
+    session: SessionRecord
     is_new: bool
     number: int
 
@@ -40,28 +40,28 @@ class Place(NamedTuple):
 
 
 async def copy_weights(request: Request) -> Response:
-    """A copy that is the caller's own, in a session of theirs or in one made for it."""
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    """Copy a checkpoint that the tenant may read into a session of the tenant, or into a new one."""
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     key = idempotency_key(request, "copy_weights")
     if key and (known := await service.db(service.store.recall, tenant, key)) is not None:
         return Response(known, media_type="application/json")
-    source = await readable_checkpoint(service, tenant, path_in(body, "source_path"))
-    ttl_s = ttl_in(body)
-    place = await _place(service, tenant, body, f"Copy of {source.path}")
-    path = f"tinker://{place.run_id}/{source.kind}/{source.name}"
-    if await service.db(service.store.get_run, place.run_id) is not None:
-        there = await service.db(service.store.get_checkpoint, path)
-        if there is None or there.files != source.files:
-            raise _taken(place)
-        return answer({"tinker_path": path})  # a retry of a copy that was made
+    source = await find_readable_checkpoint(service, tenant, require_checkpoint_path(body, "source_path"))
+    ttl_s = parse_ttl(body)
+    destination = await _destination(service, tenant, body, f"Copy of {source.path}")
+    path = f"tinker://{destination.run_id}/{source.kind}/{source.name}"
+    if await service.db(service.store.get_run, destination.run_id) is not None:
+        existing = await service.db(service.store.get_checkpoint, path)
+        if existing is None or existing.files != source.files:
+            raise _run_exists(destination)
+        return json_response({"tinker_path": path})  # a retry of a copy that succeeded
     now = service.clock.wall()
     data_dir = service.config.data_dir
-    folder = folders.new_folder(data_dir, place.run_id, source.kind, source.name)
+    folder = folders.new_folder(data_dir, destination.run_id, source.kind, source.name)
     copy = replace(
         source,
         path=path,
         tenant=tenant,
-        run_id=place.run_id,
+        run_id=destination.run_id,
         folder=folder,
         created_at=now,
         expires_at=None if ttl_s is None else now + ttl_s,
@@ -71,31 +71,33 @@ async def copy_weights(request: Request) -> Response:
         await asyncio.to_thread(_copy_files, data_dir, source, folder)
     except FileNotFoundError:  # deleted meanwhile
         raise not_found("checkpoint", source.path) from None
-    kept = await keep(service, place, copy, "copy_weights", key)
-    await note(service, tenant, "checkpoint.copy", copy.path, source=source.path)
-    return Response(kept, media_type="application/json")
+    content = await add_copy(service, destination, copy, "copy_weights", key)
+    await write_audit(service, tenant, "checkpoint.copy", copy.path, source=source.path)
+    return Response(content, media_type="application/json")
 
 
-async def keep(service: Service, place: Place, saved: Checkpoint, kind: str, key: str) -> bytes:
-    """Make the rows, the checkpoint's last; returns the answer. Its folder goes if that cannot be."""
+async def add_copy(
+    service: Service, destination: CopyDestination, saved: CheckpointRecord, kind: str, key: str
+) -> bytes:
+    """Add the rows of a copied or imported checkpoint, and return the response. A conflict deletes its folder."""
     try:
-        return await service.db(_add_rows, service, place, saved, kind, key)
+        return await service.db(_add_rows, service, destination, saved, kind, key)
     except Duplicate:
         await asyncio.to_thread(folders.remove, service.config.data_dir, saved.folder)
-        raise _taken(place) from None
+        raise _run_exists(destination) from None
 
 
-def _add_rows(service: Service, place: Place, saved: Checkpoint, kind: str, key: str) -> bytes:
+def _add_rows(service: Service, destination: CopyDestination, saved: CheckpointRecord, kind: str, key: str) -> bytes:
     store, now = service.store, saved.created_at
     if key and (known := store.recall(saved.tenant, key)) is not None:  # another attempt was faster
         folders.remove(service.config.data_dir, saved.folder)
         return known
-    if place.is_new:
-        store.add_session(place.session)
-    run = Run(
-        id=place.run_id,
+    if destination.is_new:
+        store.add_session(destination.session)
+    run = RunRecord(
+        id=destination.run_id,
         tenant=saved.tenant,
-        session_id=place.session.id,
+        session_id=destination.session.id,
         base_model=saved.base_model,
         rank=saved.rank,
         seed=0,
@@ -107,7 +109,7 @@ def _add_rows(service: Service, place: Place, saved: Checkpoint, kind: str, key:
         user_metadata=saved.user_metadata,
         is_unloaded=True,
     )
-    creation = Operation(
+    creation = OperationRecord(
         request_id=f"{kind}-{uuid4().hex}",
         run_id=run.id,
         tenant=run.tenant,
@@ -124,23 +126,23 @@ def _add_rows(service: Service, place: Place, saved: Checkpoint, kind: str, key:
     return store.remember(saved.tenant, key, content, now) if key else content
 
 
-async def _place(service: Service, tenant: str, body: dict[str, Any], display_name: str) -> Place:
-    """The session and number that the body names, or a session of its own, in the project that the body names."""
+async def _destination(service: Service, tenant: str, body: dict[str, Any], display_name: str) -> CopyDestination:
+    """Return the session and number that the body names, or a new session in the project that it names."""
     session_id, number = body.get("session_id"), body.get("model_seq_id")
     if session_id is None:
-        return new_place(service, tenant, display_name, body.get("destination_project_id"))
+        return new_destination(service, tenant, display_name, body.get("destination_project_id"))
     if not isinstance(session_id, str) or isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise bad("session_id must be text, and model_seq_id a whole number from 0.", "invalid")
-    return Place(await own_session(service, tenant, session_id), False, number)
+        raise bad_request("session_id must be text, and model_seq_id a whole number from 0.", "invalid")
+    return CopyDestination(await find_session(service, tenant, session_id), False, number)
 
 
-def new_place(service: Service, tenant: str, display_name: str, project_id: object = None) -> Place:
-    """A session that ends where it begins: nobody keeps it alive, it only holds the run."""
+def new_destination(service: Service, tenant: str, display_name: str, project_id: object = None) -> CopyDestination:
+    """Return a new session that only owns the copied run; it is finished immediately."""
     if project_id is not None and not isinstance(project_id, str):
-        raise bad("destination_project_id must be text.", "invalid")
+        raise bad_request("destination_project_id must be text.", "invalid")
     now = service.clock.wall()
     finished = {"reason": {"type": "success"}, "detail": display_name}
-    session = Session(
+    session = SessionRecord(
         id=str(uuid4()),
         tenant=tenant,
         created_at=now,
@@ -149,16 +151,16 @@ def new_place(service: Service, tenant: str, display_name: str, project_id: obje
         display_name=display_name,
         finished=finished,
     )
-    return Place(session, True, 0)
+    return CopyDestination(session, True, 0)
 
 
-def _taken(place: Place) -> Exception:
-    return bad(f"{place.run_id} is taken by something else. Use another model_seq_id.", "run_exists")
+def _run_exists(destination: CopyDestination) -> Exception:
+    return bad_request(f"{destination.run_id} exists already. Use another model_seq_id.", "run_exists")
 
 
-def _copy_files(data_dir: Path, source: Checkpoint, folder: str) -> None:
-    """Complete or not there: made under another name and renamed."""
-    origin, target = folders.inside(data_dir, source.folder), folders.inside(data_dir, folder)
+def _copy_files(data_dir: Path, source: CheckpointRecord, folder: str) -> None:
+    """Copy the files to a temporary name and rename it, so that the folder is complete or does not exist."""
+    origin, target = folders.resolve_inside(data_dir, source.folder), folders.resolve_inside(data_dir, folder)
     part = target.with_name(f"{target.name}.part-{uuid4().hex[:8]}")
     part.mkdir()
     try:

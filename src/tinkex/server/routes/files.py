@@ -1,26 +1,23 @@
-"""Files over HTTP: links to the files of checkpoints, the downloads behind them, and the tokenizers of models."""
+"""Endpoints for files: links to the files of checkpoints, the downloads themselves, and the tokenizers of models."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import quote
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tinkex.server.http import links, views
 from tinkex.server.http.downloads import ARCHIVE, Download, archive_of, file_of, respond
-from tinkex.server.http.errors import Refused, answer, as_response, not_found
-from tinkex.server.http.lookup import live_checkpoint, readable_checkpoint
+from tinkex.server.http.errors import RequestRejected, json_response, not_found
+from tinkex.server.http.lookup import find_readable_checkpoint
 from tinkex.server.http.requests import service_of, tenant_of
-from tinkex.server.routes.account import note
-from tinkex.server.routes.imports import import_weights
+from tinkex.server.routes.account import write_audit
 from tinkex.server.upkeep import folders
-from tinkex.store.records import Checkpoint
+from tinkex.store.records import CheckpointRecord
 
 TOKENIZER_FILES = frozenset(
     {
@@ -37,54 +34,54 @@ TOKENIZER_FILES = frozenset(
         "generation_config.json",
     }
 )
-"""What a tokenizer may consist of, and nothing else of a model's folder. config.json names its class."""
+"""The only files of a model's folder that can be read: those of a tokenizer. config.json names its class."""
 
 
 async def checkpoint_archive(request: Request) -> Response:
-    """A redirect to a tar of the checkpoint. With `redirect=false`, its address: no page can read a redirect."""
-    saved = await _named(request)
+    """Redirect to a tar of the checkpoint. With `redirect=false`, return its URL: a web page cannot read a redirect."""
+    saved = await _readable_checkpoint(request)
     expires_at = _expiry(request)
     url = _link(request, saved, ARCHIVE, expires_at)
     headers = {"expires": formatdate(expires_at, usegmt=True), "cache-control": "no-store"}
-    await note(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
+    await write_audit(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
     if request.query_params.get("redirect") == "false":
-        return answer({"url": url, "expires": views.time_text(expires_at)}, headers=headers)
+        return json_response({"url": url, "expires": views.time_text(expires_at)}, headers=headers)
     return Response(status_code=302, headers={"location": url, **headers})
 
 
 async def external_weights_urls(request: Request) -> Response:
-    """The address of each file."""
-    saved = await _named(request)
+    """Return the URL of each file."""
+    saved = await _readable_checkpoint(request)
     expires_at = _expiry(request)
     urls = {name: _link(request, saved, name, expires_at) for name in sorted(saved.files)}
-    await note(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
-    return answer({"urls": urls, "expires": views.time_text(expires_at)})
+    await write_audit(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
+    return json_response({"urls": urls, "expires": views.time_text(expires_at)})
 
 
-async def file(request: Request) -> Response:
-    """`GET /api/v1/files/{token}/{name}`: what those addresses lead to. The token is the right to read."""
+async def download_file(request: Request) -> Response:
+    """`GET /api/v1/files/{token}/{name}`: send a file or the archive. The signed token is the permission to read."""
     service = service_of(request)
     token, name = request.path_params["token"], request.path_params["name"]
     path = links.verify(service.config.data_dir, token, service.clock.wall())
-    saved = await live_checkpoint(service, path)
+    saved = await service.db(service.store.get_live_checkpoint, path, service.clock.wall())
     if saved is None:
         raise not_found("checkpoint", path)
     if name != ARCHIVE and name not in saved.files:
         raise not_found("file", name)
     try:
         download = await asyncio.to_thread(_open, service.config.data_dir, saved, name)
-    except FileNotFoundError:  # deleted while it was asked for
+    except FileNotFoundError:  # deleted meanwhile
         raise not_found("checkpoint", path) from None
     return respond(request, download, name)
 
 
 async def tokenizer_file(request: Request) -> Response:
-    """Only of models that are served, only files of a tokenizer: no text of a client becomes a path."""
+    """Send a file of a tokenizer, of models that are served only. No text of a client becomes a path."""
     service = service_of(request)
     tokenizer, name = request.path_params["tokenizer"], request.path_params["file"]
     try:
         model = service.catalog.find(tokenizer)
-    except Refused:
+    except RequestRejected:
         raise not_found("tokenizer", tokenizer) from None
     if name not in TOKENIZER_FILES:
         raise not_found("file", name)
@@ -95,42 +92,22 @@ async def tokenizer_file(request: Request) -> Response:
     return Response(content, media_type="application/octet-stream", headers={"cache-control": "private"})
 
 
-def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """What it raises becomes an answer: these routes are ours alone and stand in no table."""
-
-    async def run(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as problem:  # an edge
-            return as_response(problem)
-
-    return run
-
-
-ROUTES = [
-    Route("/api/v1/files/{token}/{name}", answered(file)),
-    Route("/api/v1/import_weights", answered(import_weights), methods=["POST"]),
-]
-
-
-async def _named(request: Request) -> Checkpoint:
-    """The checkpoint of the URL, if the caller may read it."""
+async def _readable_checkpoint(request: Request) -> CheckpointRecord:
+    """Return the checkpoint that the URL names, if the tenant may read it."""
     path = f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
-    return await readable_checkpoint(service_of(request), tenant_of(request), path)
+    return await find_readable_checkpoint(service_of(request), tenant_of(request), path)
 
 
 def _expiry(request: Request) -> int:
-    return int(service_of(request).clock.wall()) + links.LIFE_S
+    return int(service_of(request).clock.wall()) + links.LINK_LIFE_S
 
 
-def _link(request: Request, saved: Checkpoint, name: str, expires_at: int) -> str:
+def _link(request: Request, saved: CheckpointRecord, name: str, expires_at: int) -> str:
     config = service_of(request).config
     base = (config.public_url or str(request.base_url)).rstrip("/")
     return f"{base}/api/v1/files/{links.sign(config.data_dir, saved.path, expires_at)}/{quote(name, safe='')}"
 
 
-def _open(data_dir: Path, saved: Checkpoint, name: str) -> Download:
-    folder = folders.inside(data_dir, saved.folder)
+def _open(data_dir: Path, saved: CheckpointRecord, name: str) -> Download:
+    folder = folders.resolve_inside(data_dir, saved.folder)
     return archive_of(saved, folder) if name == ARCHIVE else file_of(saved, folder, name)

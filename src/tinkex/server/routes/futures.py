@@ -1,4 +1,4 @@
-"""Results: one long poll per request, one for many, and taking a sample back."""
+"""Endpoints for results: a long poll for one request, one for many, and cancelling a sample."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.http.errors import Refused, answer, bad, not_found
-from tinkex.server.http.requests import IN_THREAD_BYTES, body_of, service_of, tenant_of
-from tinkex.server.sampling.sample_queue import PREFIX, Sample
+from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
+from tinkex.server.http.requests import IN_THREAD_BYTES, read_json, service_of, tenant_of
+from tinkex.server.sampling.sample_queue import PREFIX, PolledSample
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
-from tinkex.server.training.waiters import Outcome
-from tinkex.store.records import Operation
+from tinkex.server.training.waiters import FinishedOperation
+from tinkex.store.records import OperationRecord
 from tinkex.types.base import Value
 from tinkex.wire import json_codec, proto_codec
 from tinkex.wire.body import PROTOBUF
 from tinkex.wire.dialect import Dialect
 
 STOPPING_S = 1.0
+"""How long to hold a poll while the service stops."""
 METADATA_OVER_BYTES = 1 << 20
-"""From this size on a client that can is told the size first, so that it can make room."""
+"""Of a larger result, a client that supports it gets the size first, so that it can free memory."""
 
 
 async def retrieve_future(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     request_id = body.get("request_id")
     if not isinstance(request_id, str) or not request_id:
-        raise bad("request_id is missing.", "no_request_id")
+        raise bad_request("request_id is missing.", "no_request_id")
     wants_protobuf = PROTOBUF in request.headers.get("accept", "").lower()
     may_be_metadata = body.get("allow_metadata_only") is True
     if request_id.startswith(PREFIX):
@@ -45,9 +46,9 @@ async def retrieve_future(request: Request) -> Response:
         if row is None or row.tenant != tenant or row.state == "refused":
             raise not_found("request", request_id)
         if row.state == "queued":
-            # The service is about to stop: it runs after the next start. Not at once, or the client asks as fast.
+            # The service is stopping; the operation runs after the next start. Wait, or the client polls without pause.
             await service.waiters.wait(request_id, STOPPING_S)
-            return _not_yet("active", "it waits in the journal")
+            return _not_yet("active", "the operation waits in the journal")
         outcome = await _stored(service, row)
     if outcome.tenant != tenant:
         raise not_found("request", request_id)
@@ -56,17 +57,19 @@ async def retrieve_future(request: Request) -> Response:
     return await _training_result(outcome, wants_protobuf, may_be_metadata)
 
 
-async def _stored(service: Service, row: Operation) -> Outcome:
-    """How an operation ended, from the journal."""
+async def _stored(service: Service, row: OperationRecord) -> FinishedOperation:
+    """Return how an operation ended, from the journal."""
     if row.state == "failed":
-        return Outcome(row.tenant, error=row.error or "The operation failed.", category=row.category or "server")
+        return FinishedOperation(
+            row.tenant, error=row.error or "The operation failed.", category=row.category or "server"
+        )
     content = await service.db(service.store.result, row.request_id)
     if content is None or row.result_type is None:
-        raise Refused(410, f"The result of {row.request_id} was kept for a day and is gone.", "result_expired")
-    return Outcome(row.tenant, content, row.result_type)
+        raise RequestRejected(410, f"The result of {row.request_id} has expired and was deleted.", "result_expired")
+    return FinishedOperation(row.tenant, content, row.result_type)
 
 
-async def _training_result(outcome: Outcome, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+async def _training_result(outcome: FinishedOperation, wants_protobuf: bool, may_be_metadata: bool) -> Response:
     if outcome.content_type == "json":
         return Response(outcome.content, media_type="application/json")
     if may_be_metadata and len(outcome.content) > METADATA_OVER_BYTES:
@@ -84,7 +87,9 @@ async def _sample(
 ) -> Response:
     sample = service.sampling.find(tenant, request_id)
     if sample is None:
-        raise Refused(410, f"The sample {request_id} is no longer here. Ask for it again.", "sample_lost", "server")
+        raise RequestRejected(
+            410, f"The sample {request_id} is no longer stored. Request it again.", "sample_lost", "server"
+        )
     await service.sampling.wait(sample, service.waiters.hold_s(service.config.poll_hold_s))
     if not sample.is_done:
         return _not_yet(*service.sampling.queue_of(sample))
@@ -93,7 +98,7 @@ async def _sample(
     return _sample_result(sample, wants_protobuf, may_be_metadata)
 
 
-def _sample_result(sample: Sample, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+def _sample_result(sample: PolledSample, wants_protobuf: bool, may_be_metadata: bool) -> Response:
     assert sample.result is not None
     response = response_of(sample.result, sample.targets_layout, sample.sequence_ids)
     if not wants_protobuf:
@@ -105,39 +110,39 @@ def _sample_result(sample: Sample, wants_protobuf: bool, may_be_metadata: bool) 
 
 
 async def retrieve_futures(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     target = body.get("target")
     sampler_id = target.get("sampling_session_id") if isinstance(target, dict) else None
     await service.sampling.sampler(tenant, sampler_id)
     cursor = body.get("prev_cursor") or 0
     if isinstance(cursor, bool) or not isinstance(cursor, int):
-        raise bad("prev_cursor must be a whole number.", "bad_cursor")
+        raise bad_request("prev_cursor must be a whole number.", "bad_cursor")
     hold_s = service.waiters.hold_s(service.config.poll_hold_s)
-    found, upto = await service.sampling.completed(str(sampler_id), cursor, hold_s)
-    completions = [{"state": state, "request_id": request_id} for request_id, state in found]
-    return answer({"completions": completions, "cursor": upto})
+    completed, cursor = await service.sampling.completed(str(sampler_id), cursor, hold_s)
+    completions = [{"state": state, "request_id": request_id} for request_id, state in completed]
+    return json_response({"completions": completions, "cursor": cursor})
 
 
 async def cancel_future(request: Request) -> Response:
-    """Samples are taken back. Training that was accepted runs to its end: later operations build on it."""
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
+    """Cancel a sample. Accepted training is not cancelled, because later operations build on it."""
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
     request_id = body.get("request_id")
     sample = service.sampling.find(tenant, request_id) if isinstance(request_id, str) else None
     if sample is not None:
         service.sampling.cancel(sample)
-    return answer({})
+    return json_response({})
 
 
 def _not_yet(state: str, reason: str) -> Response:
-    return answer({"type": "try_again", "queue_state": state, "queue_state_reason": reason}, 408)
+    return json_response({"type": "try_again", "queue_state": state, "queue_state_reason": reason}, 408)
 
 
 def _failed(error: str, category: str) -> Response:
-    return answer({"error": error, "category": category})
+    return json_response({"error": error, "category": category})
 
 
 def _metadata(size: int) -> Response:
-    return answer({"status": "complete_metadata", "response_payload_size": size})
+    return json_response({"status": "complete_metadata", "response_payload_size": size})
 
 
 def _as_json(value: Value) -> Response:

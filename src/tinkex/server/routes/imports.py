@@ -1,4 +1,4 @@
-"""Import of a PEFT adapter. It becomes a training checkpoint (without optimizer) of a run of its own, like a copy."""
+"""Imports a PEFT adapter as a training checkpoint without optimizer state. Like a copy, it gets its own run."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from starlette.responses import Response
 
 from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo
 from tinkex.engine.frames import Frame
-from tinkex.server.http.errors import Refused, bad
-from tinkex.server.http.lookup import ttl_in
+from tinkex.rules.limits import check_name
+from tinkex.server.http.errors import RequestRejected, bad_request
+from tinkex.server.http.lookup import parse_ttl
 from tinkex.server.http.requests import service_of, tenant_of
-from tinkex.server.routes.account import note
-from tinkex.server.routes.copies import keep, new_place
+from tinkex.server.routes.account import write_audit
+from tinkex.server.routes.copies import add_copy, new_destination
 from tinkex.server.service import Service
-from tinkex.server.training.checks import check_name
 from tinkex.server.upkeep import folders
-from tinkex.server.upkeep.adapter_files import Adapter, received, unpack
-from tinkex.store.records import Checkpoint
+from tinkex.server.upkeep.adapter_files import AdapterUpload, receive_archive, unpack
+from tinkex.store.records import CheckpointRecord
 
 
 async def import_weights(request: Request) -> Response:
-    """`POST /api/v1/import_weights?base_model=…&name=…[&ttl_seconds=…]`, a tar of the two PEFT files as the body."""
+    """`POST /api/v1/import_weights?base_model=…&name=…[&ttl_seconds=…]` with a tar of the two PEFT files as body."""
     service, tenant, query = service_of(request), tenant_of(request), request.query_params
     model = service.catalog.find(query.get("base_model"))
     name = check_name(query.get("name"))
     ttl = query.get("ttl_seconds")
-    ttl_s = ttl_in({"ttl_seconds": int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl})
+    ttl_s = parse_ttl({"ttl_seconds": int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl})
     data_dir = service.config.data_dir
-    place = new_place(service, tenant, f"Import of {name}")
-    async with received(request, data_dir) as archive:
+    destination = new_destination(service, tenant, f"Import of {name}")
+    async with receive_archive(request, data_dir) as archive:
         staged = archive.parent / "adapter"
         adapter = await asyncio.to_thread(unpack, archive, staged)
-        await _try_out(service, model, adapter, staged)
-        folder = folders.new_folder(data_dir, place.run_id, "weights", name)
-        await asyncio.to_thread(staged.replace, folders.inside(data_dir, folder))
+        await _check_loads(service, model, adapter, staged)
+        folder = folders.new_folder(data_dir, destination.run_id, "weights", name)
+        await asyncio.to_thread(staged.replace, folders.resolve_inside(data_dir, folder))
     now = service.clock.wall()
-    saved = Checkpoint(
-        path=f"tinker://{place.run_id}/weights/{name}",
+    saved = CheckpointRecord(
+        path=f"tinker://{destination.run_id}/weights/{name}",
         tenant=tenant,
-        run_id=place.run_id,
+        run_id=destination.run_id,
         kind="weights",
         name=name,
         folder=folder,
@@ -53,13 +53,13 @@ async def import_weights(request: Request) -> Response:
         expires_at=None if ttl_s is None else now + ttl_s,
         **asdict(adapter),
     )
-    kept = await keep(service, place, saved, "import_weights", "")
-    await note(service, tenant, "checkpoint.import", saved.path, size_bytes=saved.size_bytes)
-    return Response(kept, media_type="application/json")
+    content = await add_copy(service, destination, saved, "import_weights", "")
+    await write_audit(service, tenant, "checkpoint.import", saved.path, size_bytes=saved.size_bytes)
+    return Response(content, media_type="application/json")
 
 
-async def _try_out(service: Service, model: ModelInfo, adapter: Adapter, folder: Path) -> None:
-    """Have the engine load it once, so that what cannot be used is refused now and not at the first step."""
+async def _check_loads(service: Service, model: ModelInfo, adapter: AdapterUpload, folder: Path) -> None:
+    """Load the adapter in the engine once: one that cannot be used is rejected now and not at the first step."""
     name = f"import-{uuid4().hex}"
     flags = {flag: getattr(adapter, flag) for flag in ("train_attn", "train_mlp", "train_unembed")}
     create = {"op": "create", "adapter": name, "base": model.name, "rank": adapter.rank, "seed": 0, **flags}
@@ -72,11 +72,11 @@ async def _try_out(service: Service, model: ModelInfo, adapter: Adapter, folder:
             )
         finally:
             await service.engine.run(Frame({"op": "drop", "adapter": name}))
-    except EngineFault as problem:
-        if problem.category != "user":
-            raise Refused(500, str(problem), "engine_failed", "server") from None
-        raise bad(str(problem), "bad_adapter") from None
+    except EngineFault as error:
+        if error.category != "user":
+            raise RequestRejected(500, str(error), "engine_failed", "server") from None
+        raise bad_request(str(error), "bad_adapter") from None
     except EngineDied:
-        raise Refused(
-            503, "The engine ended while it tried the adapter. Send it again.", "engine_died", "server"
+        raise RequestRejected(
+            503, "The engine died while it loaded the adapter. Send it again.", "engine_died", "server"
         ) from None

@@ -1,4 +1,4 @@
-"""What the console and `tinkex run watch` read: a run's steps, the queue, what failed. A tenant sees its own."""
+"""Endpoints for the console and `tinkex run watch`: a run's steps, the queue, failed operations of the tenant."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from starlette.responses import Response
 
 from tinkex._version import __version__
 from tinkex.server.http import views
-from tinkex.server.http.errors import answer, bad
-from tinkex.server.http.lookup import own_run
-from tinkex.server.http.requests import page_of, service_of, tenant_of
+from tinkex.server.http.errors import bad_request, json_response
+from tinkex.server.http.lookup import find_run
+from tinkex.server.http.requests import parse_page, service_of, tenant_of
 from tinkex.server.service import Service
 from tinkex.server.training.intake import MAX_SEQ
-from tinkex.server.training.run_queue import Pending
+from tinkex.server.training.run_queue import PendingOperation
 from tinkex.server.training.steps import steps_of, thinned
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 
-MOST_OPERATIONS = 5000
-MOST_QUEUED = 100
+MAX_OPERATIONS = 5000
+MAX_QUEUED_SHOWN = 100
 
 
 async def run_steps(request: Request) -> Response:
     service, tenant = service_of(request), tenant_of(request)
-    run = await own_run(service, tenant, request.path_params["run_id"])
+    run = await find_run(service, tenant, request.path_params["run_id"])
     try:
         after = min(max(int(request.query_params.get("after_seq_id", -1)), -1), MAX_SEQ)
-        most_steps = int(request.query_params.get("most_steps", MOST_OPERATIONS))
+        most_steps = int(request.query_params.get("most_steps", MAX_OPERATIONS))
     except ValueError:
-        raise bad("after_seq_id and most_steps must be whole numbers.", "bad_page") from None
-    is_active = service.worker.is_active(run.id)  # before the rows: who reads "idle" has read all that was done
-    rows = await service.db(service.store.done_since, run.id, after, MOST_OPERATIONS)
-    steps, open_passes = steps_of(rows, is_cut=len(rows) == MOST_OPERATIONS)
-    return answer(
+        raise bad_request("after_seq_id and most_steps must be whole numbers.", "bad_page") from None
+    is_active = service.worker.is_active(run.id)  # before the rows: a client that reads "idle" has read all steps
+    rows = await service.db(service.store.done_since, run.id, after, MAX_OPERATIONS)
+    steps, open_passes = steps_of(rows, is_cut=len(rows) == MAX_OPERATIONS)
+    return json_response(
         {
             "steps": thinned(steps, most_steps),
             "count": len(steps),
@@ -47,16 +47,16 @@ async def service_state(request: Request) -> Response:
     engine, worker = service.engine.state, service.worker
     checkpoints, size_bytes = await service.db(service.store.usage, tenant)
     uses_keys = await service.access.uses_keys()
-    own = worker.waiting(tenant)  # after all that is awaited: what has ended is not in line
-    return answer(
+    own = worker.waiting(tenant)  # after every await: operations that ended meanwhile are not in it
+    return json_response(
         {
             "version": __version__,
             "tenant": tenant,
             "uses_keys": uses_keys,
-            "is_ready": engine.is_ready and not worker.halt,
-            "reason": worker.halt if engine.is_ready else engine.reason or "The engine is starting.",
+            "is_ready": engine.is_ready and worker.pause_reason is None,
+            "reason": worker.pause_reason or "" if engine.is_ready else engine.reason or "The engine is starting.",
             "models": service.catalog.names,
-            "queue": [_queued(service, row) for row in own[:MOST_QUEUED]],
+            "queue": [_queued(service, row) for row in own[:MAX_QUEUED_SHOWN]],
             "queued_operations": len(own),
             "queued_operations_of_others": worker.queued - len(own),
             "queued_samples": service.sampling.queued,
@@ -72,25 +72,25 @@ async def service_state(request: Request) -> Response:
 
 async def failed_operations(request: Request) -> Response:
     service, tenant = service_of(request), tenant_of(request)
-    offset, limit = page_of(request, 50)
+    offset, limit = parse_page(request, 50)
     rows, total = await service.db(service.store.failures, tenant, offset, limit)
-    return answer({"operations": [_failed(row) for row in rows], "cursor": views.cursor(offset, limit, total)})
+    return json_response({"operations": [_failed(row) for row in rows], "cursor": views.cursor(offset, limit, total)})
 
 
-def _queued(service: Service, pending: Pending) -> dict[str, object]:
+def _queued(service: Service, pending: PendingOperation) -> dict[str, object]:
     state, reason = service.worker.queue_of(pending)
     return {
         "run_id": pending.run_id,
         "seq_id": pending.seq_id,
         "kind": pending.kind,
-        "tokens": pending.cost_tokens,
+        "tokens": pending.tokens,
         "waiting_s": service.clock.now() - pending.arrived,
         "state": state,
         "reason": reason,
     }
 
 
-def _failed(row: Operation) -> dict[str, object]:
+def _failed(row: OperationRecord) -> dict[str, object]:
     return {
         "request_id": row.request_id,
         "run_id": row.run_id,

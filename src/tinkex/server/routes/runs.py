@@ -1,4 +1,4 @@
-"""Training runs and samplers, for reading: what they are, and what they have saved."""
+"""Endpoints that describe training runs and samplers, and helpers that list what they saved."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from tinkex.engine.contract import ModelInfo
 from tinkex.server.http import views
-from tinkex.server.http.errors import Refused, answer
-from tinkex.server.http.lookup import own_run, own_sampler, text_in
-from tinkex.server.http.requests import body_of, page_of, service_of, tenant_of
+from tinkex.server.http.errors import RequestRejected, json_response
+from tinkex.server.http.lookup import find_run, find_sampler, require_text
+from tinkex.server.http.requests import parse_page, read_json, service_of, tenant_of
 from tinkex.server.service import Service
-from tinkex.store.records import Checkpoint, Run
+from tinkex.store.records import CheckpointRecord, RunRecord
 from tinkex.store.store import Store
 
 T = TypeVar("T")
@@ -22,9 +22,9 @@ _PAGE = 500
 
 
 async def list_training_runs(request: Request) -> Response:
-    """`access_scope` makes no difference: a tenant's runs are its own."""
+    """Return a page of the tenant's runs. `access_scope` makes no difference: a tenant sees only its own runs."""
     service, tenant = service_of(request), tenant_of(request)
-    offset, limit = page_of(request, 20)
+    offset, limit = parse_page(request, 20)
     project_id = request.query_params.get("project_id")
     now = service.clock.wall()
 
@@ -32,35 +32,37 @@ async def list_training_runs(request: Request) -> Response:
         if project_id is None:
             runs, total = service.store.list_runs(tenant, offset, limit)
         else:
-            found = runs_in_project(service.store, tenant, project_id)
-            runs, total = found[offset : offset + limit], len(found)
-        return [_shown(service.store, run, now) for run in runs], total
+            in_project = runs_in_project(service.store, tenant, project_id)
+            runs, total = in_project[offset : offset + limit], len(in_project)
+        return [_view(service.store, run, now) for run in runs], total
 
-    shown, total = await service.db(read)
-    return answer({"training_runs": shown, "cursor": views.cursor(offset, limit, total)})
+    views_of_runs, total = await service.db(read)
+    return json_response({"training_runs": views_of_runs, "cursor": views.cursor(offset, limit, total)})
 
 
 async def get_training_run(request: Request) -> Response:
     service = service_of(request)
-    run = await own_run(service, tenant_of(request), request.path_params["run_id"])
-    return answer(await service.db(_shown, service.store, run, service.clock.wall()))
+    run = await find_run(service, tenant_of(request), request.path_params["run_id"])
+    return json_response(await service.db(_view, service.store, run, service.clock.wall()))
 
 
 async def get_info(request: Request) -> Response:
     service = service_of(request)
-    run = await own_run(service, tenant_of(request), text_in(await body_of(request), "model_id"), "model")
+    run = await find_run(service, tenant_of(request), require_text(await read_json(request), "model_id"), "model")
     info = views.run_info(run, _served(service, run.base_model))
-    # Ours: a client that lost its own count (a crash, another process) goes on after the last number that came in.
-    return answer({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
+    # An addition of ours: a client that lost its count (a crash, another process) continues after this number.
+    return json_response({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
 
 
 async def get_sampler(request: Request) -> Response:
     service = service_of(request)
-    return answer(views.sampler(await own_sampler(service, tenant_of(request), request.path_params["sampler_id"])))
+    return json_response(
+        views.sampler(await find_sampler(service, tenant_of(request), request.path_params["sampler_id"]))
+    )
 
 
 def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
-    """Every entry of a list that the store gives by offset and limit."""
+    """Yield every entry of a list that the store returns in pages."""
     offset = 0
     while True:
         page, total = read(offset, _PAGE)
@@ -70,16 +72,16 @@ def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
             return
 
 
-def checkpoints_of(store: Store, tenant: str, run_id: str | None, now: float) -> Iterator[Checkpoint]:
-    """All live ones of a run, or of a tenant, the newest first."""
+def checkpoints_of(store: Store, tenant: str, run_id: str | None, now: float) -> Iterator[CheckpointRecord]:
+    """Yield all live checkpoints of a run, or of a tenant, newest first."""
     return pages(lambda offset, limit: store.list_checkpoints(tenant, run_id, offset, limit, now))
 
 
-def runs_in_project(store: Store, tenant: str, project_id: str) -> list[Run]:
-    """Runs whose session was put into a project. Sessions that were not are in none."""
+def runs_in_project(store: Store, tenant: str, project_id: str) -> list[RunRecord]:
+    """Return the runs whose session was assigned to a project."""
     projects: dict[str, str | None] = {}
 
-    def project(run: Run) -> str | None:
+    def project(run: RunRecord) -> str | None:
         if run.session_id not in projects:
             session = store.get_session(run.session_id)
             projects[run.session_id] = None if session is None else session.project_id
@@ -90,18 +92,18 @@ def runs_in_project(store: Store, tenant: str, project_id: str) -> list[Run]:
     ]
 
 
-def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: float) -> list[Checkpoint]:
-    inside = {run.id for run in runs_in_project(store, tenant, project_id)}
-    return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in inside]
+def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: float) -> list[CheckpointRecord]:
+    run_ids = {run.id for run in runs_in_project(store, tenant, project_id)}
+    return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in run_ids]
 
 
-def _shown(store: Store, run: Run, now: float) -> dict[str, object]:
+def _view(store: Store, run: RunRecord, now: float) -> dict[str, object]:
     return views.training_run(run, checkpoints_of(store, run.tenant, run.id, now))
 
 
 def _served(service: Service, base_model: str) -> ModelInfo | None:
-    """The model of an old run need not be served any more."""
+    """Return the model, or None: that of an old run need not be served any more."""
     try:
         return service.catalog.find(base_model)
-    except Refused:
+    except RequestRejected:
         return None

@@ -1,52 +1,49 @@
-"""Samplers and samples: polled for, or streamed as server-sent events."""
+"""Endpoints for samplers and samples. A sample is polled for, or streamed as server-sent events."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec
-from tinkex.server.http.errors import Refused, answer, bad
-from tinkex.server.http.lookup import own_session, text_in
+from tinkex.server.http.errors import as_rejected, bad_request, json_response
+from tinkex.server.http.event_stream import open_event_stream
+from tinkex.server.http.lookup import find_session, require_text
 from tinkex.server.http.requests import (
-    MOST_JSON_BYTES,
-    body_of,
-    content_of,
-    decode_object,
-    object_of,
-    read_as,
+    MAX_JSON_BYTES,
+    optional_object,
+    parse_as,
+    parse_json_object,
+    read_body,
+    read_json,
     service_of,
     tenant_of,
 )
 from tinkex.server.sampling.sample_queue import Target
 from tinkex.server.sampling.sample_spec import response_of, spec_of
 from tinkex.server.service import Service
-from tinkex.store.records import Sampler
+from tinkex.store.records import SamplerRecord
 from tinkex.types.sampling import SampleRequest
 from tinkex.wire import json_codec, sse
 from tinkex.wire.dialect import Dialect
 
-FIRST_EVENT_S = 0.5
-"""A stream waits so long for a refusal: after its headers are sent, a status can no longer be."""
-COMMENT_EVERY_S = 15.0
-
 
 async def create_sampling_session(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
-    session = await own_session(service, tenant, text_in(body, "session_id"))
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+    session = await find_session(service, tenant, require_text(body, "session_id"))
     number = body.get("sampling_session_seq_id")
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
-        raise bad(f"sampling_session_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
+        raise bad_request(
+            f"sampling_session_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id"
+        )
     path = body.get("model_path")
     target = await service.sampling.open(tenant, base_model=body.get("base_model"), model_path=path)
-    sampler = Sampler(
+    sampler = SamplerRecord(
         id=f"{session.id}:sample:{number}",
         tenant=tenant,
         session_id=session.id,
@@ -54,83 +51,78 @@ async def create_sampling_session(request: Request) -> Response:
         created_at=service.clock.wall(),
         model_path=path,
     )
-    standing = await service.db(service.store.add_sampler, sampler)
-    if (standing.base_model, standing.model_path, standing.folder) != (sampler.base_model, path, None):
-        raise bad(
-            f"Sampling session {sampler.id} exists already and samples from something else. "
+    stored = await service.db(service.store.add_sampler, sampler)
+    if (stored.base_model, stored.model_path, stored.folder) != (sampler.base_model, path, None):
+        raise bad_request(
+            f"Sampling session {sampler.id} exists already and samples from another model. "
             "Use another sampling_session_seq_id.",
             "conflict",
         )
-    return answer({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+    return json_response({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
 
 async def join_sampling_session(request: Request) -> Response:
-    service, body = service_of(request), await body_of(request)
+    service, body = service_of(request), await read_json(request)
     sampler, _ = await service.sampling.sampler(tenant_of(request), body.get("sampling_session_id"))
-    return answer({"client_counter": await service.db(service.store.join_sampler, sampler.id)})
+    return json_response({"client_counter": await service.db(service.store.join_sampler, sampler.id)})
 
 
 async def asample(request: Request) -> Response:
-    service, tenant, content = service_of(request), tenant_of(request), await content_of(request, MOST_JSON_BYTES)
-    asked, target, spec = await _read(service, tenant, content)
-    name: object = asked.seq_id if asked.seq_id is not None else request.headers.get("x-idempotency-key")
-    # The content is part of the key: clients that share a sampler without joining it count from 0 too.
+    service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
+    sample_request, target, spec = await _read(service, tenant, content)
+    name: object = (
+        sample_request.seq_id if sample_request.seq_id is not None else request.headers.get("x-idempotency-key")
+    )
+    # The body is part of the key, because clients that share a sampler without joining it all count from 0.
     digest = hashlib.blake2b(content, digest_size=16).digest()
-    key = None if name is None else (tenant, asked.sampling_session_id, name, digest)
-    layout = asked.target_prompt_logprobs
-    sample = service.sampling.submit(tenant, asked.sampling_session_id or "", target, spec, key, layout)
-    return answer({"request_id": sample.id, "sample_sequence_ids": sample.sequence_ids})
+    key = None if name is None else (tenant, sample_request.sampling_session_id, name, digest)
+    layout = sample_request.target_prompt_logprobs
+    sample = service.sampling.submit(tenant, sample_request.sampling_session_id or "", target, spec, key, layout)
+    return json_response({"request_id": sample.id, "sample_sequence_ids": sample.sequence_ids})
 
 
 async def _read(
     service: Service, tenant: str, content: bytes, *, is_streamed: bool = False
 ) -> tuple[SampleRequest, Target, SampleSpec]:
-    body = decode_object(content)
+    body = parse_json_object(content)
     body["sampling_params"] = {
-        name: value for name, value in (object_of(body, "sampling_params") or {}).items() if value is not None
+        name: value for name, value in (optional_object(body, "sampling_params") or {}).items() if value is not None
     }
-    asked = read_as(SampleRequest, body)
-    if asked.sampling_session_id is not None:
-        _, target = await service.sampling.sampler(tenant, asked.sampling_session_id)
+    sample_request = parse_as(SampleRequest, body)
+    if sample_request.sampling_session_id is not None:
+        _, target = await service.sampling.sampler(tenant, sample_request.sampling_session_id)
     else:
-        target = await service.sampling.open(tenant, base_model=asked.base_model, model_path=asked.model_path)
-    return asked, target, spec_of(asked, target, is_streamed=is_streamed)
+        target = await service.sampling.open(
+            tenant, base_model=sample_request.base_model, model_path=sample_request.model_path
+        )
+    return sample_request, target, spec_of(sample_request, target, is_streamed=is_streamed)
 
 
 async def sample_stream(request: Request) -> Response:
-    service, tenant, content = service_of(request), tenant_of(request), await content_of(request, MOST_JSON_BYTES)
-    asked, target, spec = await _read(service, tenant, content, is_streamed=True)
-    events = service.sampling.run(tenant, target, spec)
-    upcoming = asyncio.ensure_future(anext(events))
-    await asyncio.wait([upcoming], timeout=FIRST_EVENT_S)
-    if upcoming.done() and isinstance(problem := upcoming.exception(), Refused):
-        raise problem  # a full queue is an HTTP status, not an event
-    body = _events(upcoming, events, asked)
-    return StreamingResponse(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
+    service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
+    sample_request, target, spec = await _read(service, tenant, content, is_streamed=True)
+    return await open_event_stream(_events(service.sampling.run(tenant, target, spec), sample_request), _error_event)
 
 
-async def _events(
-    upcoming: asyncio.Future[SampleEvent], events: AsyncIterator[SampleEvent], asked: SampleRequest
-) -> AsyncIterator[bytes]:
-    """`upcoming` is the first event, which may take its time. A comment every 15 s keeps proxies from hanging up."""
-    async with aclosing(events):  # type: ignore[type-var]
+async def _events(samples: AsyncIterator[SampleEvent], sample_request: SampleRequest) -> AsyncGenerator[bytes, None]:
+    """Yield the encoded events of a stream: `token` for each step, then `done` with the whole result, or `error`."""
+    async with aclosing(samples):  # type: ignore[type-var]
         try:
-            while True:
-                try:
-                    while not (await asyncio.wait([upcoming], timeout=COMMENT_EVERY_S))[0]:
-                        yield sse.comment("sampling")
-                    event = upcoming.result()
-                finally:
-                    if not upcoming.done():
-                        upcoming.cancel()
-                        await asyncio.wait([upcoming])
+            async for event in samples:
                 if isinstance(event, Sampled):
-                    break
-                said: dict[str, Any] = {"index": event.index, "tokens": event.tokens, "logprobs": event.logprobs}
-                yield sse.encode("token", orjson.dumps(said))
-                upcoming = asyncio.ensure_future(anext(events))
-        except EngineFault as problem:
-            yield sse.encode("error", orjson.dumps({"error": str(problem), "category": problem.category}))
-            return
-    response = response_of(event, asked.target_prompt_logprobs, [""] * len(event.sequences))
-    yield sse.encode("done", json_codec.encode(json_codec.dump(response, Dialect.PROTO)))
+                    response = response_of(event, sample_request.target_prompt_logprobs, [""] * len(event.sequences))
+                    yield sse.encode("done", json_codec.encode(json_codec.dump(response, Dialect.PROTO)))
+                    return
+                token = {"index": event.index, "tokens": event.tokens, "logprobs": event.logprobs}
+                yield sse.encode("token", orjson.dumps(token))
+        except EngineFault as error:  # an event even if it is the first: the request itself was accepted
+            yield _encode_error(str(error), error.category)
+
+
+def _error_event(error: Exception) -> bytes:
+    rejected = as_rejected(error)
+    return _encode_error(rejected.detail, rejected.category)
+
+
+def _encode_error(error: str, category: str) -> bytes:
+    return sse.encode("error", orjson.dumps({"error": error, "category": category}))

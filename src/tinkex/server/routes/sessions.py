@@ -1,4 +1,4 @@
-"""Sessions: opening them, keeping them alive, ending them, finding them again; and what clients tell of themselves."""
+"""Endpoints for sessions: create, keep alive, finish, search; and for the telemetry of clients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.http import views
-from tinkex.server.http.access import key_in
-from tinkex.server.http.errors import Refused, answer
-from tinkex.server.http.lookup import metadata_in, own_session, text_in
-from tinkex.server.http.requests import body_of, page_of, read_as, service_of, tenant_of
+from tinkex.server.http.access import api_key_in
+from tinkex.server.http.errors import RequestRejected, json_response
+from tinkex.server.http.lookup import find_session, parse_metadata, require_text
+from tinkex.server.http.requests import parse_as, parse_page, read_json, service_of, tenant_of
 from tinkex.server.routes.runs import checkpoints_of
-from tinkex.store.records import Session
+from tinkex.store.records import SessionRecord
 from tinkex.store.store import Store
 from tinkex.types.session import (
     ActiveSessionStatusQuery,
@@ -36,29 +36,29 @@ from tinkex.types.session import (
 logger = logging.getLogger("tinkex.server")
 
 TELEMETRY_FILE = "telemetry.jsonl"
-MOST_TELEMETRY_BYTES = 8_000_000
-"""Of each of two files: the present one, and the one before it."""
-_MOST_LINE_BYTES = 256_000
+MAX_TELEMETRY_BYTES = 8_000_000
+"""Limit for each of two files: the current one, and the one before it."""
+_MAX_LINE_BYTES = 256_000
 _TELEMETRY_FIELDS = ("session_id", "process_uuid", "platform", "sdk_version", "events")
 _PAGE = 200
 
 
 async def create_session(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await body_of(request)
-    metadata = views.metadata(metadata_in(body)) or {}
-    # Only what the SDKs call required can be missing from a request made by hand.
-    given = read_as(CreateSessionRequest, {"tags": [], "sdk_version": "", **body, "user_metadata": metadata})
+    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+    metadata = views.metadata(parse_metadata(body)) or {}
+    # A request written by hand may lack these, which the SDKs always send.
+    create_request = parse_as(CreateSessionRequest, {"tags": [], "sdk_version": "", **body, "user_metadata": metadata})
     now = service.clock.wall()
-    session = Session(
+    session = SessionRecord(
         id=str(uuid4()),
         tenant=tenant,
         created_at=now,
         seen_at=now,
-        tags=given.tags,
+        tags=create_request.tags,
         user_metadata=metadata,
-        sdk_version=given.sdk_version,
-        project_id=given.project_id,
-        display_name=given.display_name,
+        sdk_version=create_request.sdk_version,
+        project_id=create_request.project_id,
+        display_name=create_request.display_name,
     )
 
     def create() -> dict[str, Any]:
@@ -68,13 +68,13 @@ async def create_session(request: Request) -> Response:
     return await once(request, "create_session", create)
 
 
-async def once(request: Request, what: str, create: Callable[[], dict[str, Any]]) -> Response:
-    """Attempts with one idempotency key are one creation: the later ones get the first one's answer.
+async def once(request: Request, operation: str, create: Callable[[], dict[str, Any]]) -> Response:
+    """Run `create` once per idempotency key: a retry gets the response of the first attempt.
 
-    `create` runs on the store's thread, where nothing comes between asking and keeping.
+    `create` runs on the store's thread, where nothing else runs between the lookup and the write.
     """
     service, tenant = service_of(request), tenant_of(request)
-    key = idempotency_key(request, what)
+    key = idempotency_key(request, operation)
 
     def run() -> bytes:
         if not key:
@@ -86,45 +86,47 @@ async def once(request: Request, what: str, create: Callable[[], dict[str, Any]]
     return Response(await service.db(run), media_type="application/json")
 
 
-def idempotency_key(request: Request, what: str) -> str:
-    """Under what a creation's answer is remembered; "" if the caller sent no key."""
-    given = request.headers.get("x-idempotency-key", "")
-    return f"{what} {hashlib.sha256(given.encode()).hexdigest()}" if given else ""
+def idempotency_key(request: Request, operation: str) -> str:
+    """Return the key under which the response is remembered, or "" if the client sent none."""
+    header = request.headers.get("x-idempotency-key", "")
+    return f"{operation} {hashlib.sha256(header.encode()).hexdigest()}" if header else ""
 
 
 async def session_heartbeat(request: Request) -> Response:
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), text_in(await body_of(request), "session_id"))
+    session = await find_session(service, tenant_of(request), require_text(await read_json(request), "session_id"))
     if session.finished is not None:
-        raise Refused(410, f"Session {session.id} is finished. Open another to go on.", "session_finished")
+        raise RequestRejected(
+            410, f"Session {session.id} is finished. Create a new one to continue.", "session_finished"
+        )
     await service.db(service.store.touch_session, session.id, service.clock.wall())
-    return answer({"type": "session_heartbeat"})
+    return json_response({"type": "session_heartbeat"})
 
 
 async def finish_session(request: Request) -> Response:
-    """What it held is put away by the janitor: adapters are kept on disk, ephemeral samplers go."""
+    """Finish a session. The janitor then evicts its adapters to disk and deletes its ephemeral samplers."""
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), request.path_params["session_id"])
-    said = read_as(ClientSessionFinished, {"reason": {"type": "success"}, **await body_of(request)})
-    if session.finished is None:  # the first word counts: a retry says the same, a second client is too late
-        finished = {"reason": said.reason.model_dump(), "detail": said.detail}
+    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
+    report = parse_as(ClientSessionFinished, {"reason": {"type": "success"}, **await read_json(request)})
+    if session.finished is None:  # the first report counts: a retry repeats it, a second client is too late
+        finished = {"reason": report.reason.model_dump(), "detail": report.detail}
         await service.db(service.store.finish_session, session.id, finished)
-    return answer({})
+    return json_response({})
 
 
 async def list_sessions(request: Request) -> Response:
     service = service_of(request)
-    offset, limit = page_of(request, 20)
-    found = await service.db(service.store.list_sessions, tenant_of(request), offset, limit)
-    return answer({"sessions": [session.id for session in found]})
+    offset, limit = parse_page(request, 20)
+    sessions = await service.db(service.store.list_sessions, tenant_of(request), offset, limit)
+    return json_response({"sessions": [session.id for session in sessions]})
 
 
 async def get_session(request: Request) -> Response:
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), request.path_params["session_id"])
+    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
     runs = await service.db(service.store.runs_of_session, session.id)
     samplers = await service.db(service.store.samplers_of_session, session.id)
-    return answer(
+    return json_response(
         {
             "training_run_ids": runs,
             "sampler_ids": [sampler.id for sampler in samplers],
@@ -136,17 +138,17 @@ async def get_session(request: Request) -> Response:
 
 async def set_session_project(request: Request) -> Response:
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), request.path_params["session_id"])
-    project_id = text_in(await body_of(request), "project_id")
+    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
+    project_id = require_text(await read_json(request), "project_id")
     await service.db(service.store.set_session_project, session.id, project_id)
-    return answer(None)
+    return json_response(None)
 
 
 async def session_trace_export(request: Request) -> Response:
     service = service_of(request)
-    session = await own_session(service, tenant_of(request), request.path_params["session_id"])
-    reason = f"This service keeps no trace of session {session.id}. Its log and /metrics tell what it did."
-    return answer({"status": "failed", "url": None, "error": reason})
+    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
+    reason = f"This service keeps no trace of session {session.id}. See its log and /metrics instead."
+    return json_response({"status": "failed", "url": None, "error": reason})
 
 
 # -- search ----------------------------------------------------------------------------------------------------------
@@ -154,61 +156,61 @@ async def session_trace_export(request: Request) -> Response:
 
 async def search_sessions(request: Request) -> Response:
     service, tenant = service_of(request), tenant_of(request)
-    wanted = read_as(SessionSearchRequest, await body_of(request))
+    search = parse_as(SessionSearchRequest, await read_json(request))
     now = service.clock.wall()
     alive_since = now - service.config.idle_session_s
-    found = await service.db(_search, service.store, tenant, wanted, alive_since)
-    page, has_more = found[: wanted.limit], len(found) > wanted.limit
+    matches = await service.db(_search, service.store, tenant, search, alive_since)
+    page, has_more = matches[: search.limit], len(matches) > search.limit
     summaries = [
-        views.session_summary(session, alive_since, *await service.db(_holds, service.store, session, now))
+        views.session_summary(session, alive_since, *await service.db(_checkpoint_usage, service.store, session, now))
         for session in page
     ]
     last = page[-1] if has_more else None
     cursor = last and {"last_created_at": views.time_text(last.created_at), "last_session_id": last.id}
-    return answer({"sessions": summaries, "next_cursor": cursor})
+    return json_response({"sessions": summaries, "next_cursor": cursor})
 
 
-def _search(store: Store, tenant: str, wanted: SessionSearchRequest, alive_since: float) -> list[Session]:
-    """The newest first, one more than asked for if there are more."""
-    if isinstance(wanted.owner, UserSearchOwner) and views.owner(tenant) not in wanted.owner.owner_urns:
+def _search(store: Store, tenant: str, search: SessionSearchRequest, alive_since: float) -> list[SessionRecord]:
+    """Return the matching sessions, newest first, and one more than the limit if there are more."""
+    if isinstance(search.owner, UserSearchOwner) and views.owner(tenant) not in search.owner.owner_urns:
         return []
     before = None
-    if (cursor := wanted.cursor) is not None:
+    if (cursor := search.cursor) is not None:
         before = (cursor.last_created_at.timestamp(), cursor.last_session_id)
-    found: list[Session] = []
-    while len(found) <= wanted.limit:
+    matches: list[SessionRecord] = []
+    while len(matches) <= search.limit:
         page = store.search_sessions(
             tenant,
-            session_id=wanted.session_id,
-            user_metadata=wanted.user_metadata,
-            display_name=wanted.display_name,
+            session_id=search.session_id,
+            user_metadata=search.user_metadata,
+            display_name=search.display_name,
             limit=_PAGE,
             before=before,
         )
-        found += [session for session in page if _fits(session, wanted, alive_since)]
+        matches += [session for session in page if _matches(session, search, alive_since)]
         if len(page) < _PAGE:
             break
         before = (page[-1].created_at, page[-1].id)
-    return found[: wanted.limit + 1]
+    return matches[: search.limit + 1]
 
 
-def _fits(session: Session, wanted: SessionSearchRequest, alive_since: float) -> bool:
-    if wanted.project_ids is not None and (session.project_id or views.NO_PROJECT) not in wanted.project_ids:
+def _matches(session: SessionRecord, search: SessionSearchRequest, alive_since: float) -> bool:
+    if search.project_ids is not None and (session.project_id or views.NO_PROJECT) not in search.project_ids:
         return False
-    return wanted.statuses is None or any(_has_status(session, query, alive_since) for query in wanted.statuses)
+    return search.statuses is None or any(_has_status(session, query, alive_since) for query in search.statuses)
 
 
-def _has_status(session: Session, query: object, alive_since: float) -> bool:
+def _has_status(session: SessionRecord, query: object, alive_since: float) -> bool:
     status = views.session_status(session, alive_since) or {}
     if isinstance(query, ActiveSessionStatusQuery):
         return status.get("type") == "active"
     if isinstance(query, ClientFinishedSessionStatusQuery) and status.get("type") == "client_finished":
         return query.reasons is None or status["reason"]["type"] in query.reasons
-    return False  # nobody cancels sessions here, and they do not fail as a whole
+    return False  # sessions cannot be cancelled here, and do not fail as a whole
 
 
-def _holds(store: Store, session: Session, now: float) -> tuple[int, int]:
-    """How many live checkpoints a session has, and their size."""
+def _checkpoint_usage(store: Store, session: SessionRecord, now: float) -> tuple[int, int]:
+    """Return how many live checkpoints a session has, and their size."""
     sizes = [
         saved.size_bytes
         for run_id in store.runs_of_session(session.id)
@@ -221,30 +223,30 @@ def _holds(store: Store, session: Session, now: float) -> tuple[int, int]:
 
 
 async def telemetry(request: Request) -> Response:
-    """Kept in a file on this machine and sent nowhere. Any other answer makes official clients try for ever."""
-    service, body = service_of(request), await body_of(request)
-    who = {"at": views.time_text(service.clock.wall()), "tenant": tenant_of(request)}
-    line = orjson.dumps({**who, **{name: body[name] for name in _TELEMETRY_FIELDS if name in body}})
-    if len(line) > _MOST_LINE_BYTES:
-        line = orjson.dumps({**who, "left_out_bytes": len(line)})
-    line = without_keys(line, key_in(request.headers.raw))
+    """Append telemetry to a file on this machine; it is sent nowhere. Official clients retry forever if this fails."""
+    service, body = service_of(request), await read_json(request)
+    origin = {"at": views.time_text(service.clock.wall()), "tenant": tenant_of(request)}
+    line = orjson.dumps({**origin, **{name: body[name] for name in _TELEMETRY_FIELDS if name in body}})
+    if len(line) > _MAX_LINE_BYTES:
+        line = orjson.dumps({**origin, "left_out_bytes": len(line)})
+    line = redact_keys(line, api_key_in(request.headers.raw))
     try:
-        await asyncio.to_thread(append_line, service.config.data_dir / TELEMETRY_FILE, line, MOST_TELEMETRY_BYTES)
-    except OSError as problem:
-        logger.warning("telemetry could not be kept: %s", problem.strerror)
-    return answer({"status": "accepted"})
+        await asyncio.to_thread(append_line, service.config.data_dir / TELEMETRY_FILE, line, MAX_TELEMETRY_BYTES)
+    except OSError as error:
+        logger.warning("telemetry could not be written: %s", error.strerror)
+    return json_response({"status": "accepted"})
 
 
-def without_keys(line: bytes, key: str | None) -> bytes:
-    """Tracebacks may show a key: anything that looks like one goes, and the caller's own."""
+def redact_keys(line: bytes, key: str | None) -> bytes:
+    """Replace anything that looks like an API key, and the caller's own: tracebacks may contain one."""
     if key:
         line = line.replace(key.encode(), b"<key>")
     return re.sub(rb"\btml-[\w-]{8,}", b"<key>", line)
 
 
-def append_line(file: Path, line: bytes, most_bytes: int) -> None:
-    """Add a line; a file that is full becomes `….1`, in place of the one before it."""
-    if file.exists() and file.stat().st_size + len(line) > most_bytes:
+def append_line(file: Path, line: bytes, max_bytes: int) -> None:
+    """Append a line. A full file is renamed to `….1` first, replacing the former one."""
+    if file.exists() and file.stat().st_size + len(line) > max_bytes:
         file.replace(file.with_name(file.name + ".1"))
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with open(descriptor, "ab") as log:

@@ -1,7 +1,7 @@
-"""A model's own chat template: found among its files, run in jinja's sandbox with the names that templates expect.
+"""Renders conversations with the model's own chat template, in jinja's sandbox, as `transformers` would.
 
-It renders what `transformers` renders, without `transformers`. A template is the model's, messages are a stranger's:
-neither can reach anything outside.
+Neither the template, which came with the model, nor the messages, which came with a request, can reach anything outside
+the sandbox.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinkex.clock import REAL, Clock
-from tinkex.server.http.errors import bad
+from tinkex.server.http.errors import bad_request
 
 
 class ChatTemplate:
-    """The templates of one model (some have one for conversations with tools) and the texts of its special tokens."""
+    """The templates of one model (some have a second one for tools) and the texts of its special tokens."""
 
     def __init__(self, folder: Path, clock: Clock = REAL) -> None:
         config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
@@ -45,21 +45,24 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         extras: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the text that the model was trained on. `extras` are names that the template may read."""
+        """Return the conversation in the form that the model was trained on. `extras` are names the template may read.
+
+        Encode the text with `add_special_tokens=False`: the template has written them.
+        """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
-            raise bad(
+            raise bad_request(
                 f"{model_name} has no chat template, so it cannot take messages. Render the conversation yourself and "
                 "send it as the prompt of a completion.",
                 "no_chat_template",
             )
         if tools and name not in self._knows_tools:
-            raise bad(
-                f"The chat template of {model_name} has no place for tools. Describe them in a system message.",
+            raise bad_request(
+                f"The chat template of {model_name} does not support tools. Describe them in a system message.",
                 "unsupported",
             )
-        given = {
+        names = {
             **self.special_tokens,
             **(extras or {}),
             "messages": messages,
@@ -68,15 +71,15 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(given)
-        except Exception as problem:  # an edge: a template is the model's code, and these are a stranger's messages
-            raise bad(
-                f"The chat template of {model_name} refuses these messages: {str(problem)[:500]}", "bad_messages"
+            return template.render(names)
+        except Exception as error:  # an edge: the template is code that came with the model
+            raise bad_request(
+                f"The chat template of {model_name} rejects these messages: {str(error)[:500]}", "bad_messages"
             ) from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; {} if there is no such file. Files like these are optional beside a tokenizer."""
+    """Read a JSON object; {} if there is no such file, for these files are optional beside a tokenizer."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -85,22 +88,22 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def token_text(value: object) -> str | None:
-    """A special token is written as a text, or as a record with its content."""
+    """Return the text of a special token, which is written as a string or as an object with `content`."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Template texts by name. Files of their own win over the entry in tokenizer_config.json, as in transformers."""
-    found: dict[str, str] = {}
+    """Return template sources by name. Template files win over tokenizer_config.json, as in transformers."""
+    sources: dict[str, str] = {}
     file = folder / "chat_template.jinja"
     if file.exists():
-        found["default"] = file.read_text(encoding="utf-8")
+        sources["default"] = file.read_text(encoding="utf-8")
     for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[extra.stem] = extra.read_text(encoding="utf-8")
-    if found:
-        return found
+        sources[extra.stem] = extra.read_text(encoding="utf-8")
+    if sources:
+        return sources
     entry = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(entry, str):
         return {"default": entry}
@@ -110,7 +113,7 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model itself said, for training masks. Here it is only rendered."""
+    """Renders the inside of `{% generation %}`, which marks the model's own words for training masks."""
 
     tags = {"generation"}  # noqa: RUF012  jinja declares it as a plain attribute
 

@@ -1,7 +1,7 @@
-"""Samples: in memory, bounded, fair between tenants. A restart loses them; the client is told 410 and asks again.
+"""The queue of samples: in memory, bounded, fair between tenants. A restart loses it: polls get 410, clients retry.
 
-`submit` is for clients that poll; `run` is for streams. Both pass the same queue: the tenant that was served the fewest
-tokens is next, and the engine has a bounded number of sequences at once.
+`submit` is for clients that poll; `run` is for streams. Both use the same queue: the tenant that was charged the least
+is next, and the engine has a bounded number of sequences at once.
 """
 
 from __future__ import annotations
@@ -19,35 +19,38 @@ from uuid import uuid4
 
 from tinkex.clock import Clock
 from tinkex.engine.contract import Engine, EngineDied, EngineFault, ModelInfo, Sampled, SampleEvent, SampleSpec
-from tinkex.server.http.errors import bad, busy, not_found
+from tinkex.server.http.errors import bad_request, not_found, too_many_requests
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.training.scheduler import Shares
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
-from tinkex.store.records import Sampler
+from tinkex.store.records import SamplerRecord
 from tinkex.store.store import Store
 from tinkex.types.tensor import TensorData
 
 logger = logging.getLogger("tinkex.server")
 
 PREFIX = "sample-"
-"""How a sample's request id begins: an unknown one was lost with a restart, which is 410 and not 404."""
+"""How a sample's request id begins: an unknown one was lost by a restart, which is 410 and not 404."""
 KEPT_S = 900.0
 KEPT_BYTES = 256 << 20
+"""Results that were not fetched are dropped when they are older, or when all of them are larger."""
 NUMBER_BYTES = 32
 PAIR_BYTES = 128
+"""What a Python number, and a tuple of a token and its log-probability, take in memory."""
 MOST_SAMPLERS = 1000
-"""Samplers whose finished requests are known by number; those that finished something last."""
+"""Samplers whose finished requests are listed by cursor: those that finished one last."""
+MOST_COMPLETIONS = 20_000
 MOST_DEATHS = 2
-"""Fewer than a training operation has: a sample that takes the engine down must not use up their chances."""
+"""Fewer than for a training operation: a sample that kills the engine must not use up the operations' chances."""
 CHECKED_S = 1.0
-"""How long a sampler is trusted to still have its weights."""
+"""How long a sampler that was looked up is used without looking again whether its weights still exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to sample from."""
+    """A base model, or an adapter's weights on it."""
 
     info: ModelInfo
     weights: str | None = None
@@ -55,8 +58,8 @@ class Target:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A request on its way through the queue to the engine."""
+class SampleJob:
+    """A sampling request on its way through the queue to the engine."""
 
     tenant: str
     target: Target
@@ -66,20 +69,21 @@ class Job:
     is_cancelled: bool = False
 
     @property
-    def cost_tokens(self) -> int:
+    def cost(self) -> int:
+        """What the tenant is charged: all tokens that it may take."""
         return len(self.spec.prompt) + self.spec.num_samples * self.spec.max_tokens
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
-    """A request whose result is polled for."""
+class PolledSample:
+    """A sampling request whose client polls for the result."""
 
     id: str
     tenant: str
     sampler_id: str
-    job: Job
+    job: SampleJob
     targets_layout: TensorData | None = None
-    """The caller's target tokens: the answer has their layout."""
+    """The request's target tokens: the response has their layout."""
     result: Sampled | None = None
     error: tuple[str, str] | None = None
     finished: float | None = None
@@ -95,29 +99,29 @@ class Sample:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in memory, roughly: Python's own numbers and tuples, not theirs on the wire."""
+        """Roughly what it takes in memory: Python's numbers and tuples, not their bytes on the wire."""
         size = 2000 + NUMBER_BYTES * len(self.job.spec.prompt)
-        if (found := self.result) is None:
+        if (result := self.result) is None:
             return size
-        numbers = sum(2 * len(row.tokens) for row in found.sequences) + len(found.prompt_logprobs or ())
-        numbers += sum(len(row) for row in found.targets or ())
-        ranked = [*(row.topk or () for row in found.sequences), found.topk_prompt or (), found.alternatives or ()]
-        pairs = sum(len(place or ()) for places in ranked for place in places)
+        numbers = sum(2 * len(row.tokens) for row in result.sequences) + len(result.prompt_logprobs or ())
+        numbers += sum(len(row) for row in result.targets or ())
+        ranked = [*(row.topk or () for row in result.sequences), result.topk_prompt or (), result.alternatives or ()]
+        pairs = sum(len(position or ()) for positions in ranked for position in positions)
         return size + NUMBER_BYTES * numbers + PAIR_BYTES * pairs
 
 
 class Completions:
-    """What finished of one sampler, in order, for clients that ask for many results at once."""
+    """The finished requests of one sampler, in order, for clients that poll for many results at once."""
 
     def __init__(self, first: int) -> None:
         self.first = first
-        """The cursor of the first one that is remembered."""
+        """The cursor of the first entry that is remembered."""
         self.ids: deque[tuple[str, Literal["finished", "failed"]]] = deque()
         self.waiters: set[asyncio.Future[None]] = set()
 
     def add(self, request_id: str, state: Literal["finished", "failed"]) -> None:
         self.ids.append((request_id, state))
-        while len(self.ids) > 20_000:
+        while len(self.ids) > MOST_COMPLETIONS:
             self.ids.popleft()
             self.first += 1
         wake(self.waiters)
@@ -144,47 +148,46 @@ class Sampling:
         self._config, self._clock, self._store, self._db = config, clock, store, db
         self._engine, self._catalog, self._metrics = engine, catalog, metrics
         self._data_dir = Path(config.data_dir)
-        self._queues: dict[str, deque[Job]] = {}
+        self._queues: dict[str, deque[SampleJob]] = {}
         self._shares = Shares()
         self._rows = 0
-        """Sequences that the engine has now."""
+        """Sequences that are in the engine."""
         self._queued_rows = 0
-        self._held: dict[str, int] = {}
-        """Both, by tenant."""
+        self._rows_of: dict[str, int] = {}
+        """Sequences in the engine and in the queue, by tenant."""
         self._tasks: set[asyncio.Task[int | None]] = set()
-        self._samples: OrderedDict[str, Sample] = OrderedDict()
-        self._by_key: dict[object, Sample] = {}
+        self._samples: OrderedDict[str, PolledSample] = OrderedDict()
+        self._by_key: dict[object, PolledSample] = {}
         self._keys: dict[str, object] = {}
         self._kept_bytes = 0
         self._completions: OrderedDict[str, Completions] = OrderedDict()
-        self._checked: dict[str, tuple[float, Sampler, Target]] = {}
+        self._checked: dict[str, tuple[float, SamplerRecord, Target]] = {}
 
     # ── What to sample from
 
     async def open(self, tenant: str, *, base_model: object = None, model_path: object = None) -> Target:
-        """A base model, or saved sampler weights that this tenant may read."""
+        """Return what to sample from: a base model, or saved sampler weights that this tenant may read."""
         if model_path is None:
             if base_model is None:
-                raise bad("Name a base_model or a model_path.", "no_model")
+                raise bad_request("Name a base_model or a model_path.", "no_model")
             return Target(self._catalog.find(base_model))
         if not isinstance(model_path, str) or not model_path.startswith("tinker://"):
-            raise bad(f"model_path {str(model_path)[:200]!r} does not begin with tinker://.", "bad_path")
+            raise bad_request(f"model_path {str(model_path)[:200]!r} does not begin with tinker://.", "bad_path")
         if "/weights/" in model_path:
-            raise bad(
+            raise bad_request(
                 f"{model_path[:200]} is a training checkpoint. Sampling needs one that was saved with "
                 "save_weights_for_sampler (tinker://…/sampler_weights/…).",
                 "bad_path",
             )
-        found = await self._db(self._store.get_checkpoint, model_path)
-        is_there = found is not None and (found.expires_at is None or found.expires_at > self._clock.wall())
-        if found is None or not is_there or not (found.tenant == tenant or found.is_public):
+        saved = await self._db(self._store.get_readable_checkpoint, model_path, tenant, self._clock.wall())
+        if saved is None:
             raise not_found("checkpoint", model_path)
-        if found.kind != "sampler_weights":
-            raise bad(f"{model_path[:200]} was not saved for sampling.", "bad_path")
-        return Target(self._catalog.find(found.base_model), str(self._data_dir / found.folder), model_path)
+        if saved.kind != "sampler_weights":
+            raise bad_request(f"{model_path[:200]} was not saved for sampling.", "bad_path")
+        return Target(self._catalog.find(saved.base_model), str(self._data_dir / saved.folder), model_path)
 
-    async def sampler(self, tenant: str, sampler_id: object) -> tuple[Sampler, Target]:
-        """A sampling session of this tenant, and what it samples from."""
+    async def sampler(self, tenant: str, sampler_id: object) -> tuple[SamplerRecord, Target]:
+        """Return a sampling session of this tenant, and what it samples from."""
         if not isinstance(sampler_id, str):
             raise not_found("sampling session", sampler_id)
         checked = self._checked.get(sampler_id)
@@ -203,12 +206,12 @@ class Sampling:
         self._checked[sampler_id] = (self._clock.now(), row, target)
         return row, target
 
-    # ── Requests that are polled for
+    # ── Requests whose clients poll
 
     def submit(
         self, tenant: str, sampler_id: str, target: Target, spec: SampleSpec, key: object, layout: TensorData | None
-    ) -> Sample:
-        """Queue it; the same key finds the earlier attempt unless that one failed through no fault of the caller."""
+    ) -> PolledSample:
+        """Queue a sample. The same key returns the earlier attempt, unless that failed through the service's fault."""
         known = self._by_key.get(key) if key is not None else None
         if known is not None and (known.error is None or known.error[1] == "user"):
             return known
@@ -219,10 +222,10 @@ class Sampling:
                 sample.result = event
                 self._settled(sample)
             elif isinstance(event, Exception):
-                sample.error = _told(event)
+                sample.error = _error_and_category(event)
                 self._settled(sample)
 
-        sample = Sample(sample_id, tenant, sampler_id, Job(tenant, target, spec, settle), layout)
+        sample = PolledSample(sample_id, tenant, sampler_id, SampleJob(tenant, target, spec, settle), layout)
         self._enqueue(sample.job)
         self._samples[sample_id] = sample
         if key is not None:
@@ -230,34 +233,34 @@ class Sampling:
             self._keys[sample_id] = key
         return sample
 
-    def find(self, tenant: str, request_id: str) -> Sample | None:
-        found = self._samples.get(request_id)
-        return found if found is not None and found.tenant == tenant else None
+    def find(self, tenant: str, request_id: str) -> PolledSample | None:
+        sample = self._samples.get(request_id)
+        return sample if sample is not None and sample.tenant == tenant else None
 
-    async def wait(self, sample: Sample, seconds: float) -> None:
-        """Until it is done, or the time is up."""
+    async def wait(self, sample: PolledSample, seconds: float) -> None:
+        """Wait until it is done or the time is up."""
         if not sample.is_done:
             await _wait(sample.waiters, seconds)
 
     async def completed(
         self, sampler_id: str, cursor: int, seconds: float
     ) -> tuple[list[tuple[str, Literal["finished", "failed"]]], int]:
-        """What finished since the cursor, waiting for something if nothing did."""
+        """Return the requests that finished since the cursor, and the next cursor. Waits if there are none yet."""
         done = self._completions_of(sampler_id)
         if cursor > done.first + len(done.ids) or cursor < 0:
-            cursor = done.first  # a cursor of an earlier life: begin anew, the client knows what it has
+            cursor = done.first  # a cursor from before a restart: begin again, the client knows what it has
         if cursor >= done.first + len(done.ids):
             await _wait(done.waiters, seconds)
         start = max(cursor - done.first, 0)
         return list(done.ids)[start:], done.first + len(done.ids)
 
-    def cancel(self, sample: Sample) -> None:
+    def cancel(self, sample: PolledSample) -> None:
         if not sample.is_done:
             self._cancel(sample.job)
             sample.error = ("Cancelled by the client.", "user")
             self._settled(sample)
 
-    def queue_of(self, sample: Sample) -> tuple[str, str]:
+    def queue_of(self, sample: PolledSample) -> tuple[str, str]:
         state = self._engine.state
         if not state.is_ready:
             return "paused_capacity", f"the engine is not ready: {state.reason}"
@@ -265,7 +268,7 @@ class Sampling:
             return "active", f"{self._queued_rows} sequences are waiting, {self._rows} are being sampled"
         return "active", "being sampled"
 
-    def _settled(self, sample: Sample) -> None:
+    def _settled(self, sample: PolledSample) -> None:
         sample.finished = self._clock.now()
         wake(sample.waiters)
         if sample.sampler_id:
@@ -275,7 +278,7 @@ class Sampling:
 
     def _completions_of(self, sampler_id: str) -> Completions:
         if sampler_id not in self._completions:
-            # Cursors grow with the time of day: one from before a restart, or before this was forgotten, is below all.
+            # Cursors begin at the time of day: one from before a restart, or before this was forgotten, is below all.
             self._completions[sampler_id] = Completions(int(self._clock.wall() * 1e6))
         self._completions.move_to_end(sampler_id)
         while len(self._completions) > MOST_SAMPLERS:
@@ -286,14 +289,14 @@ class Sampling:
         return self._completions[sampler_id]
 
     def _forget(self) -> None:
-        """Drop results that nobody came for, oldest first, when they are old or too many."""
+        """Drop results that were not fetched, oldest first, when they are old or too many."""
         now = self._clock.now()
         while self._samples:
             oldest = next(iter(self._samples.values()))
             if oldest.finished is None:
                 if self._kept_bytes <= KEPT_BYTES:
                     return
-                self._samples.move_to_end(oldest.id)  # still at work: look at the next
+                self._samples.move_to_end(oldest.id)  # still running: look at the next
                 if all(not sample.is_done for sample in self._samples.values()):
                     return
                 continue
@@ -306,9 +309,12 @@ class Sampling:
     # ── Requests that are streamed
 
     async def run(self, tenant: str, target: Target, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
-        """Events as they come, `Sampled` last. Closing it cancels. Raises EngineFault, or Refused if all is full."""
+        """Yield events as they come, `Sampled` last. Closing it cancels.
+
+        Raises EngineFault, or RequestRejected if the queue is full.
+        """
         events: asyncio.Queue[SampleEvent | Exception] = asyncio.Queue()
-        job = Job(tenant, target, spec, events.put_nowait)
+        job = SampleJob(tenant, target, spec, events.put_nowait)
         self._enqueue(job)
         try:
             while True:
@@ -331,29 +337,29 @@ class Sampling:
     def running(self) -> int:
         return self._rows
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: SampleJob) -> None:
         rows, limit = job.spec.num_samples, self._config.max_queued_samples
-        total, own = self._queued_rows + self._rows, self._held.get(job.tenant, 0)
-        # Who has less than an even share is let in although another tenant has filled the queue.
-        share = limit // len({*self._held, job.tenant})
+        total, own = self._queued_rows + self._rows, self._rows_of.get(job.tenant, 0)
+        # A tenant with less than an even share is let in although another has filled the queue.
+        share = limit // len({*self._rows_of, job.tenant})
         if total + rows > limit and own and own + rows > share:
-            raise busy(
+            raise too_many_requests(
                 f"{total} sequences are queued or being sampled, and the limit is {limit} "
-                "(--max-queued-samples). Ask again in a moment.",
+                "(--max-queued-samples). Try again in a moment.",
                 "too_many_samples",
             )
         self._queues.setdefault(job.tenant, deque()).append(job)
         self._queued_rows += rows
-        self._held[job.tenant] = own + rows
+        self._rows_of[job.tenant] = own + rows
         self._pump()
 
-    def _release(self, job: Job) -> None:
-        self._held[job.tenant] -= job.spec.num_samples
-        if not self._held[job.tenant]:
-            del self._held[job.tenant]
+    def _release(self, job: SampleJob) -> None:
+        self._rows_of[job.tenant] -= job.spec.num_samples
+        if not self._rows_of[job.tenant]:
+            del self._rows_of[job.tenant]
 
     def _pump(self) -> None:
-        """Hand jobs to the engine while it has room."""
+        """Start jobs while the engine has room."""
         window = 2 * self._config.max_rows
         while self._queues and (self._rows < window):
             tenant = self._shares.pick(self._queues)
@@ -362,14 +368,14 @@ class Sampling:
             if not queue:
                 del self._queues[tenant]
             self._queued_rows -= job.spec.num_samples
-            self._shares.charge(tenant, job.cost_tokens)
+            self._shares.charge(tenant, job.cost)
             self._rows += job.spec.num_samples
             job.task = asyncio.create_task(self._sample(job))
             self._tasks.add(job.task)
             job.task.add_done_callback(partial(self._ended, job))
 
-    def _ended(self, job: Job, task: asyncio.Task[int | None]) -> None:
-        """Not at the end of the task itself: one that is cancelled before its first step never comes to its end."""
+    def _ended(self, job: SampleJob, task: asyncio.Task[int | None]) -> None:
+        """Not in the task's own `finally`: a task that is cancelled before its first step never gets there."""
         self._tasks.discard(task)
         self._rows -= job.spec.num_samples
         self._release(job)
@@ -378,36 +384,36 @@ class Sampling:
         self._metrics.sample(outcome, len(job.spec.prompt), sampled or 0, job.target.info.name)
         self._pump()
 
-    async def _sample(self, job: Job) -> int | None:
-        """How many tokens were drawn; None if it failed."""
+    async def _sample(self, job: SampleJob) -> int | None:
+        """Return how many tokens were drawn; None if it failed."""
         try:
-            result = await self._attempt(job)
-        except Exception as problem:
-            if not isinstance(problem, (EngineFault, EngineDied)):
-                logger.error("a sample failed", exc_info=problem)
-            job.sink(problem)
+            result = await self._run_with_engine(job)
+        except Exception as error:
+            if not isinstance(error, (EngineFault, EngineDied)):
+                logger.error("a sample failed", exc_info=error)
+            job.sink(error)
             return None
         job.sink(result)
         return sum(len(row.tokens) for row in result.sequences)
 
-    async def _attempt(self, job: Job) -> Sampled:
-        deaths, said = 0, False
+    async def _run_with_engine(self, job: SampleJob) -> Sampled:
+        deaths, has_streamed = 0, False
         while True:
             try:
                 await self._engine.ready()
-                async with aclosing(self._engine.sample(replace(job.spec, party=job.tenant))) as events:  # type: ignore[type-var]
+                async with aclosing(self._engine.sample(replace(job.spec, tenant=job.tenant))) as events:  # type: ignore[type-var]
                     async for event in events:
                         if isinstance(event, Sampled):
                             return event
-                        said = True
+                        has_streamed = True
                         job.sink(event)
                 raise EngineFault("The engine ended a sample without a result.", "server")
-            except EngineDied as problem:
+            except EngineDied as error:
                 deaths += 1
-                if said or deaths >= MOST_DEATHS:  # a stream cannot take back what it said
-                    raise EngineFault(f"The engine died while sampling ({problem}). Ask again.", "server") from None
+                if has_streamed or deaths >= MOST_DEATHS:  # a stream cannot take back tokens that it sent
+                    raise EngineFault(f"The engine died while sampling ({error}). Try again.", "server") from None
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, job: SampleJob) -> None:
         if job.is_cancelled:
             return
         job.is_cancelled = True
@@ -421,21 +427,21 @@ class Sampling:
             self._release(job)
 
     def wake_all(self) -> None:
-        """The service ends: polls are answered with what is known now."""
+        """Let all polls respond with what is known now, because the service is shutting down."""
         for sample in self._samples.values():
             wake(sample.waiters)
         for done in self._completions.values():
             wake(done.waiters)
 
     async def drain(self, seconds: float) -> None:
-        """Let what the engine has come to its end, for so long."""
+        """Give the samples in the engine so many seconds to finish."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
 
 
-def _told(problem: Exception) -> tuple[str, str]:
-    if isinstance(problem, EngineFault):
-        return str(problem), problem.category
+def _error_and_category(error: Exception) -> tuple[str, str]:
+    if isinstance(error, EngineFault):
+        return str(error), error.category
     return "The service failed to sample; its log says why.", "server"
 
 

@@ -1,16 +1,17 @@
-"""A sampling request in the engine's words, and the engine's answer in the client's. Pure; refuses what cannot be."""
+"""Turns a sampling request into the engine's spec, and the engine's result into the response. Pure; checks values."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any
 
 from tinkex.engine.contract import ModelInfo, Sampled, SampleSpec
-from tinkex.server.http.errors import bad
+from tinkex.errors import ContextOverflow
+from tinkex.rules import limits
+from tinkex.server.http.errors import bad_request
 from tinkex.server.sampling.sample_queue import Target
-from tinkex.server.training.checks import check_prompt
+from tinkex.server.training.checks import check_text
 from tinkex.types.packed import pack_floats, pack_tokens
 from tinkex.types.sampling import (
     PromptAltTokens,
@@ -23,23 +24,27 @@ from tinkex.types.sampling import (
 from tinkex.types.tensor import TensorData
 from tinkex.types.topk import TopkList, TopkLogprobs
 
-MAX_SAMPLES = 1024
-MAX_TOPK = 1024
-
 
 def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False) -> SampleSpec:
-    """What the engine is asked for. Every number is checked: it is a stranger's."""
+    """Return the engine's spec of a request. Rejects values that the engine cannot sample with."""
     params, info = request.sampling_params, target.info
-    length = check_prompt(request.prompt, info, "prompt")
+    check_text(request.prompt, info, "prompt")
     if request.record_stability_info:
-        raise bad("record_stability_info is not offered here: it belongs to stable_reinforce.", "not_offered")
-    if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise bad(f"num_samples must be from 1 to {MAX_SAMPLES}, not {request.num_samples}.", "bad_num_samples")
-    last_n = request.prompt_logprobs_last_n
-    if last_n is not None and last_n < 1:
-        raise bad(f"prompt_logprobs_last_n must be at least 1, not {last_n}.", "bad_last_n")
-    if last_n is not None and not request.prompt_logprobs:
-        raise bad("prompt_logprobs_last_n selects among prompt logprobs: also set prompt_logprobs.", "bad_last_n")
+        raise bad_request("record_stability_info is not offered here: it belongs to stable_reinforce.", "not_offered")
+    length, last_n = request.prompt.length, request.prompt_logprobs_last_n
+    limits.check_sample(
+        length,
+        request.num_samples,
+        params,
+        has_prompt_logprobs=bool(request.prompt_logprobs),
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        target_prompt_logprobs=request.target_prompt_logprobs,
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=last_n,
+        max_samples=limits.MAX_SAMPLES,
+        max_topk=limits.MAX_TOPK,
+    )
     stop_tokens, stop_strings = stops_of(params.stop, info)
     return SampleSpec(
         base=info.name,
@@ -52,96 +57,69 @@ def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
         prompt_logprobs=bool(request.prompt_logprobs),
-        topk_prompt=_count("topk_prompt_logprobs", request.topk_prompt_logprobs),
-        topk_sample=_count("topk_sample_logprobs", request.topk_sample_logprobs),
-        alt_k=_count("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
+        topk_prompt=request.topk_prompt_logprobs,
+        topk_sample=request.topk_sample_logprobs,
+        alt_k=request.prompt_alt_tokens_k,
         last_n=None if last_n is None else min(last_n, length),
-        targets=_targets(request.target_prompt_logprobs, length, info),
+        targets=_targets(request.target_prompt_logprobs, info),
         is_streamed=is_streamed,
     )
 
 
-def stops_of(stop: object, info: ModelInfo) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """None: the model's own end tokens. A list replaces them; an empty one leaves none."""
+def stops_of(
+    stop: str | Sequence[str] | Sequence[int] | None, info: ModelInfo
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return stop tokens and stop strings. None is the model's end tokens; a list replaces them, also an empty one."""
     if stop is None:
         return info.end_tokens, ()
-    entries = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Sequence) else [stop]
-    if any(isinstance(entry, bool) or not isinstance(entry, (str, int)) for entry in entries):
-        raise bad("stop must be a string, strings, or token ids.", "bad_stop")
-    if "" in entries:
-        raise bad("stop must not hold an empty string: it would end every sequence at once.", "bad_stop")
+    entries = [stop] if isinstance(stop, str) else stop
     tokens = tuple(entry for entry in entries if isinstance(entry, int))
-    if any(not 0 <= token < info.vocab_size for token in tokens):
-        raise bad(f"stop holds a token that {info.name} does not know (0 to {info.vocab_size - 1}).", "bad_stop")
+    if any(token >= info.vocab_size for token in tokens):
+        raise bad_request(
+            f"stop holds a token that {info.name} does not know (0 to {info.vocab_size - 1}).", "bad_stop"
+        )
     return tokens, tuple(entry for entry in entries if isinstance(entry, str))
 
 
 def _max_tokens(params: SamplingParams, length: int, info: ModelInfo) -> int:
-    room = info.max_context_length - length
-    asked = params.max_tokens
-    if asked is None:
-        # A prompt that fills the context can still be scored; there is no room to draw from it.
-        return max(room, 1)
-    if asked < 1:
-        raise bad(f"max_tokens must be at least 1, not {asked}.", "bad_max_tokens")
-    if asked > max(room, 1):
-        raise bad(
-            f"Prompt length plus max_tokens exceeds the model's context window: {length} prompt tokens + {asked} "
-            f"max_tokens > {info.max_context_length}. Shorten the prompt, or set max_tokens to at most {max(room, 0)}.",
-            "context_exceeded",
-        )
-    return asked
+    """Return how many tokens to draw at most. A prompt that fills the context can still be scored."""
+    room = max(info.max_context_length - length, 1)
+    wanted = params.max_tokens if params.max_tokens is not None else room
+    if wanted > room or length > info.max_context_length:
+        raise ContextOverflow(length, wanted, info.max_context_length)
+    return wanted
 
 
 def _filters(params: SamplingParams) -> dict[str, Any]:
-    given = {
-        "temperature": (params.temperature, 0.0, float("inf")),
-        "top_p": (params.top_p, 0.0, 1.0),
-        "min_p": (0.0 if params.min_p is None else params.min_p, 0.0, 1.0),
-        "presence_penalty": (params.presence_penalty or 0.0, -100.0, 100.0),
-        "frequency_penalty": (params.frequency_penalty or 0.0, -100.0, 100.0),
-        "repetition_penalty": (1.0 if params.repetition_penalty is None else params.repetition_penalty, 1e-3, 1e3),
-    }
-    for name, (value, low, high) in given.items():
-        if not isfinite(value) or not low <= value <= high:
-            raise bad(f"{name} must be a number from {low:g} to {high:g}, not {value}.", f"bad_{name}")
-    if params.top_p == 0:
-        raise bad("top_p must be above 0. For the likeliest token every time, set temperature=0.", "bad_top_p")
-    if params.top_k < -1 or params.top_k == 0:
-        raise bad(f"top_k must be -1 (off) or at least 1, not {params.top_k}.", "bad_top_k")
-    return {name: float(value) for name, (value, _, _) in given.items()} | {
+    """The parameters that choose among tokens, with the defaults of those that are None."""
+    return {
+        "temperature": float(params.temperature),
+        "top_p": float(params.top_p),
         # More than any vocabulary is no limit, however much more.
-        "top_k": min(params.top_k, 2**31 - 1)
+        "top_k": min(params.top_k, 2**31 - 1),
+        "min_p": params.min_p or 0.0,
+        "presence_penalty": params.presence_penalty or 0.0,
+        "frequency_penalty": params.frequency_penalty or 0.0,
+        "repetition_penalty": 1.0 if params.repetition_penalty is None else params.repetition_penalty,
     }
 
 
-def _count(name: str, value: int | None) -> int:
-    if value is not None and not 0 <= value <= MAX_TOPK:
-        raise bad(f"{name} must be from 0 to {MAX_TOPK}, not {value}.", f"bad_{name}")
-    return value or 0
-
-
-def _targets(tensor: TensorData | None, length: int, info: ModelInfo) -> tuple[tuple[int, ...], ...] | None:
+def _targets(tensor: TensorData | None, info: ModelInfo) -> tuple[tuple[int, ...], ...] | None:
     if tensor is None:
         return None
-    shape = tensor.shape
-    if tensor.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != length - 1:
-        raise bad(
-            f"target_prompt_logprobs must be int64 tokens of shape [{length - 1}, K]: K for every prompt position "
-            f"after the first. It is {tensor.dtype} of shape {shape}.",
-            "bad_targets",
-        )
+    shape = tensor.shape or []
     values = tensor.data
     bounds = tensor.sparse_crow_indices or list(range(0, len(values) + 1, max(shape[1], 1)))
-    if values and not 0 <= min(values) <= max(values) < info.vocab_size:
-        raise bad(f"target_prompt_logprobs holds a token outside 0 to {info.vocab_size - 1}.", "unknown_token")
+    for position, token in enumerate(values):
+        if not 0 <= token < info.vocab_size:
+            raise limits.unknown_token_error("target_prompt_logprobs", position, int(token), info.name, info.vocab_size)
     if shape[1] == 0:
         return tuple(() for _ in range(shape[0]))
     return tuple(tuple(map(int, values[bounds[row] : bounds[row + 1]])) for row in range(shape[0]))
 
 
-def response_of(found: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
-    """The engine's answer as the client reads it."""
+def response_of(result: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
+    """Return the response to the client."""
     sequences = [
         SampledSequence.from_buffers(
             row.stop_reason,
@@ -150,29 +128,29 @@ def response_of(found: Sampled, layout: TensorData | None, sequence_ids: Sequenc
             name,
             None if row.topk is None else TopkLogprobs.from_lists(list(row.topk)),
         )
-        for row, name in zip(found.sequences, sequence_ids, strict=True)
+        for row, name in zip(result.sequences, sequence_ids, strict=True)
     ]
-    topk: TopkList | None = found.topk_prompt
+    topk: TopkList | None = result.topk_prompt
     return SampleResponse.from_buffers(
         sequences,
-        None if found.prompt_logprobs is None else pack_prompt_logprobs(found.prompt_logprobs),
+        None if result.prompt_logprobs is None else pack_prompt_logprobs(result.prompt_logprobs),
         None if topk is None else TopkLogprobs.from_lists(topk),
-        _target_tensor(found, layout),
-        found.cache_hit_tokens,
-        _alternatives(found),
+        _target_tensor(result, layout),
+        result.cache_hit_tokens,
+        _alternatives(result),
     )
 
 
-def _target_tensor(found: Sampled, layout: TensorData | None) -> TensorData | None:
-    if found.targets is None or layout is None:
+def _target_tensor(result: Sampled, layout: TensorData | None) -> TensorData | None:
+    if result.targets is None or layout is None:
         return None
-    flat = pack_floats([value for row in found.targets for value in row])
+    flat = pack_floats([value for row in result.targets for value in row])
     crow, col = layout.sparse_crow_indices, layout.sparse_col_indices
     return TensorData.from_buffer(flat, "float32", layout.shape, crow, col)
 
 
-def _alternatives(found: Sampled) -> PromptAltTokens | None:
-    rows = found.alternatives
+def _alternatives(result: Sampled) -> PromptAltTokens | None:
+    rows = result.alternatives
     if rows is None:
         return None
     shape = [len(rows), len(rows[0]) if rows else 0]

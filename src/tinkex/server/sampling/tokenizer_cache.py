@@ -1,28 +1,28 @@
-"""The server's tokenizers: text to tokens, tokens to text (piece by piece too), messages to a prompt.
+"""The tokenizers of the served models: text to tokens, tokens to text (also token by token), messages to a prompt.
 
-On the light `tokenizers` library. A model's files are read on first use, which takes a moment: do that in a thread.
+Uses the light `tokenizers` library. A model's files are read on first use, which takes a moment: do that in a thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from tinkex.clock import REAL, Clock
-from tinkex.server.http.errors import bad
+from tinkex.server.http.errors import bad_request
 from tinkex.server.sampling.chat_templates import ChatTemplate
 from tinkex.server.upkeep.catalog import Catalog
 
 _REPLACEMENT: Final = "\ufffd"
-"""What decoders write for bytes that are no character, or not yet one."""
+"""What tokenizers return for bytes that are no character, or not yet a whole one."""
 _WINDOW_TOKENS: Final = 64
 _CONTEXT_TOKENS: Final = 16
 
 
 class Tokenizers:
-    """The tokenizers of the models that are served, each loaded when first needed. Safe to use from any thread."""
+    """Loads each served model's tokenizer on first use and keeps it. Safe to use from any thread."""
 
     def __init__(self, catalog: Catalog, clock: Clock = REAL) -> None:
         self._catalog = catalog
@@ -31,7 +31,7 @@ class Tokenizers:
         self._lock = threading.Lock()
 
     def load(self, model_name: str) -> ModelTokenizer:
-        """The tokenizer of a served model, by name or alias."""
+        """Return the tokenizer of a served model, by name or alias."""
         info = self._catalog.find(model_name)
         known = self._loaded.get(info.name)
         if known is not None:
@@ -40,29 +40,6 @@ class Tokenizers:
             if info.name not in self._loaded:
                 self._loaded[info.name] = ModelTokenizer(info.name, Path(info.folder), self._clock)
             return self._loaded[info.name]
-
-    def encode(self, model_name: str, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.load(model_name).encode(text, add_special_tokens)
-
-    def decode(self, model_name: str, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.load(model_name).decode(ids, skip_special_tokens)
-
-    def decoder(self, model_name: str, context: Sequence[int] = (), skip_special_tokens: bool = True) -> Decoder:
-        """For tokens that come one by one, after those of `context` (a prompt)."""
-        return Decoder(self.load(model_name), context, skip_special_tokens)
-
-    def render_chat(
-        self,
-        model_name: str,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        extras: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt that the model's own template makes of messages. Encode it with `add_special_tokens=False`."""
-        return self.load(model_name).chat.render(
-            model_name, messages, add_generation_prompt=add_generation_prompt, tools=tools, extras=extras
-        )
 
 
 class ModelTokenizer:
@@ -73,7 +50,7 @@ class ModelTokenizer:
 
         file = folder / "tokenizer.json"
         if not file.exists():
-            raise bad(
+            raise bad_request(
                 f"{name} has no tokenizer.json, so this service cannot turn text into its tokens. "
                 "Send tokens instead of text.",
                 "no_tokenizer",
@@ -81,14 +58,14 @@ class ModelTokenizer:
         self.name = name
         self.chat = ChatTemplate(folder, clock)
         self._backend: Any = tokenizers.Tokenizer.from_file(str(file))
-        # A file may ask to cut or pad texts: right for a classifier, silent damage to a prompt.
+        # A tokenizer.json may cut or pad texts: right for a classifier, silent damage to a prompt.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special = {
             id: token.content for id, token in self._backend.get_added_tokens_decoder().items() if token.special
         }
         self._bytes: dict[int, bytes] = {}
-        # Decoders drop the space in front of the first token: a token's own text is what it adds to another's.
+        # Decoding drops the space in front of the first token: a token's own text is what it adds to another token's.
         self._anchor = self.encode("a", add_special_tokens=False)[-1:]
         self._anchor_text = self.decode(self._anchor)
 
@@ -100,7 +77,7 @@ class ModelTokenizer:
         return text
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token stands for: a text, or a part of a character. A special token is its name."""
+        """Return the bytes of a token: text, or a part of a character. A special token's bytes are its name."""
         known = self._bytes.get(id)
         if known is None:
             known = self._bytes[id] = self._bytes_of(id)
@@ -125,10 +102,10 @@ class ModelTokenizer:
         return text.encode()
 
 
-class Decoder:
-    """Tokens to text as they come. The pieces together are the text of all tokens; no piece has half a character.
+class Detokenizer:
+    """Turns tokens into text as they come. The pieces together are the text of all tokens; none has half a character.
 
-    What the tokens of `context` say is not repeated; but for them, the first word might lose the space before it.
+    The text of the `context` tokens is not repeated; without them the first word might lose the space before it.
     """
 
     def __init__(
@@ -137,42 +114,45 @@ class Decoder:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         # Decoding is not additive (leading spaces, characters over several tokens), so a window of tokens is decoded
-        # again each time, and what it adds beyond `_given` characters is new.
+        # again each time, and what it adds beyond `_returned` characters is new.
         self._window = list(context[-_CONTEXT_TOKENS:])
-        self._given = len(tokenizer.decode(self._window, skip_special_tokens).rstrip(_REPLACEMENT))
+        self._returned = len(tokenizer.decode(self._window, skip_special_tokens).rstrip(_REPLACEMENT))
 
     def push(self, token: int) -> str:
-        """The text that is certain now; it may be empty."""
+        """Return the text that is certain now; it may be empty."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window, self._skip)
         # Trailing replacement characters may be the start of a character whose other bytes are still to come.
         certain = text.rstrip(_REPLACEMENT)
-        piece = certain[self._given :]
-        self._given = max(self._given, len(certain))
-        if len(self._window) >= _WINDOW_TOKENS and self._given == len(text):
+        piece = certain[self._returned :]
+        self._returned = max(self._returned, len(certain))
+        if len(self._window) >= _WINDOW_TOKENS and self._returned == len(text):
             self._shorten(text)
         return piece
 
     def finish(self) -> str:
-        """What is left when no more tokens come."""
+        """Return the rest, when no more tokens come."""
         text = self._tokenizer.decode(self._window, self._skip)
-        piece = text[self._given :]
-        self._given = len(text)
+        piece = text[self._returned :]
+        self._returned = len(text)
         return piece
 
     def _shorten(self, text: str) -> None:
-        """Keep the last tokens alone, if they say the same without the others: not if they begin inside a character."""
-        kept = self._window[-_CONTEXT_TOKENS:]
-        rest = self._tokenizer.decode(kept, self._skip)
+        """Keep only the last tokens, if their text is the same without the others; inside a character it is not."""
+        last = self._window[-_CONTEXT_TOKENS:]
+        rest = self._tokenizer.decode(last, self._skip)
         if rest and not rest.startswith(_REPLACEMENT) and text.endswith(rest):
-            self._window, self._given = kept, len(rest)
+            self._window, self._returned = last, len(rest)
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one visible letter: itself if it has one, else 256 and upwards."""
+    """Return the byte that each letter of a byte-level vocabulary stands for.
+
+    Such a vocabulary writes a byte as the letter of that code if that is visible, else as a letter from 256 on.
+    """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
 
 
 _BYTE_OF_LETTER: Final = _byte_of_letter()

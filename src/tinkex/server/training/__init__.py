@@ -1,1 +1,16 @@
-"""Training operations of the service: from intake to a stored result."""
+"""Training operations: from an accepted request to a stored result.
+
+    intake ─► run_queue ─► worker ─► operation_runner ─► engine ─► store ─► waiters
+              (scheduler chooses)    (residency: the adapter is in the engine)
+
+Others import:
+    intake            Intake: accepts operations into the journal
+    worker            Worker: runs them; what is queued, paused or active
+    operation_runner  OperationRunner: what each kind of operation does
+    residency         Residency: which adapters the engine holds
+    waiters           Waiters, FinishedOperation: long polls and results
+    run_queue         RunQueue, PendingOperation: one run's operations
+    scheduler         Shares: fairness between tenants, also for samples
+    checks            check_data, check_prompt, check_name: what a request may contain
+    steps             steps_of, thinned: a journal as optimizer steps
+"""

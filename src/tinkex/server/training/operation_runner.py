@@ -1,9 +1,9 @@
-"""What each kind of training operation means: the engine's command, the client's answer, the rows that come of it."""
+"""Runs one training operation: the engine's command, the client's response, and the rows that are stored with it."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,17 +15,17 @@ from tinkex.engine.contract import Engine, EngineDied, EngineFault
 from tinkex.engine.frames import Frame
 from tinkex.engine.messages import read_outputs
 from tinkex.server.training.residency import Residency
-from tinkex.server.training.run_queue import Lane, Pending
+from tinkex.server.training.run_queue import PendingOperation, RunQueue
 from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.store.records import Checkpoint, Sampler
+from tinkex.store.records import CheckpointKind, CheckpointRecord, SamplerRecord
 from tinkex.store.store import Store
 from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import proto_codec
 
 logger = logging.getLogger("tinkex.server")
 
-KINDS = {
+CHECKPOINT_KINDS: dict[str, CheckpointKind] = {
     "save_weights": "weights",
     "save_weights_for_sampler": "sampler_weights",
     "save_weights_external": "external_weights",
@@ -33,103 +33,100 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """The bytes to be sent, and what is written in the same transaction."""
+class OperationResult:
+    """The bytes to send to the client, and what the store writes in the same transaction."""
 
     content: bytes
     content_type: Literal["json", "proto"] = "json"
-    checkpoint: Checkpoint | None = None
-    sampler: Sampler | None = None
+    checkpoint: CheckpointRecord | None = None
+    sampler: SamplerRecord | None = None
     engine_s: float = 0.0
-    """How long the engine had it."""
+    """How long it was in the engine."""
     own_s: float | None = None
-    """What of that it took alone; unknown for what is short."""
+    """The part of that time that it used alone; unknown for short commands."""
     metrics: dict[str, float] | None = None
-    """What the journal keeps of the result for good."""
+    """Numbers that the journal keeps after the result has expired."""
 
 
-class Perform:
+class OperationRunner:
     def __init__(
         self, clock: Clock, store: Store, db: Db, engine: Engine, residency: Residency, data_dir: Path
     ) -> None:
         self._clock, self._store, self._db, self._engine = clock, store, db, engine
         self._residency, self._data_dir = residency, data_dir
 
-    async def __call__(self, lane: Lane, pending: Pending) -> Done:
-        """Do it. The adapter is in the engine. Raises EngineFault (final) or EngineDied (do it again)."""
+    async def run(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
+        """Run an operation whose adapter is in the engine. Raises EngineFault (final) or EngineDied (run it again)."""
         kind = pending.kind
-        if kind in ("forward", "forward_backward", "optim_step"):
-            return await self._compute(pending)
-        if kind in KINDS:
-            return await self._save(lane, pending)
+        if kind in ("forward", "forward_backward"):
+            return await self._pass(pending)
+        if kind == "optim_step":
+            return await self._optim_step(pending)
+        if kind in CHECKPOINT_KINDS:
+            return await self._save(queue, pending)
         if kind in ("load_weights", "load_model"):
-            return await self._load(lane, pending)
+            return await self._load(queue, pending)
         if kind == "create_model":
-            return _json({"type": "create_model", "model_id": lane.run.id})
+            return _json_result({"type": "create_model", "model_id": queue.run.id})
         if kind == "unload_model":
-            await self._db(self._store.set_unloaded, lane.run.id)
-            return _json({"type": "unload_model", "model_id": lane.run.id})
+            await self._db(self._store.set_unloaded, queue.run.id)
+            return _json_result({"type": "unload_model", "model_id": queue.run.id})
         raise EngineFault(f"This service does not know the operation {kind!r}.", "server")
 
-    async def _compute(self, pending: Pending) -> Done:
-        command = pending.command
-        if command is None:
-            command = await self._db(self._store.command, pending.request_id)
+    async def _pass(self, pending: PendingOperation) -> OperationResult:
         started = self._clock.now()
-        frame = frames.decode(command)
-        frame.head["party"] = pending.tenant
-        reply = await self._engine.run(frame)
+        reply = await self._engine.run(await self._command(pending), tenant=pending.tenant)
         engine_s = self._clock.now() - started
         metrics: dict[str, float] = reply.head["metrics"]
-        if pending.kind == "optim_step":
-            done = _json({"type": "optim_step", "metrics": metrics}, engine_s)
-            return replace(done, metrics={**metrics, "learning_rate": frame.head["learning_rate"]})
         output = ForwardBackwardOutput.model_construct(
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=read_outputs(reply), metrics=metrics
         )
         content = proto_codec.encode_forward_backward_output(output)
         own_s = reply.head.get("seconds")
-        return Done(content=content, content_type="proto", engine_s=engine_s, own_s=own_s, metrics=metrics)
+        return OperationResult(content=content, content_type="proto", engine_s=engine_s, own_s=own_s, metrics=metrics)
 
-    async def _save(self, lane: Lane, pending: Pending) -> Done:
-        options, run = pending.options, lane.run
-        name, kind = options.get("name"), KINDS[pending.kind]
+    async def _optim_step(self, pending: PendingOperation) -> OperationResult:
+        command = await self._command(pending)
+        started = self._clock.now()
+        reply = await self._engine.run(command, tenant=pending.tenant)
+        engine_s = self._clock.now() - started
+        metrics: dict[str, float] = reply.head["metrics"]
+        rate = frames.decode(command).head["learning_rate"]
+        return OperationResult(
+            content=orjson.dumps({"type": "optim_step", "metrics": metrics}),
+            engine_s=engine_s,
+            metrics={**metrics, "learning_rate": rate},
+        )
+
+    async def _command(self, pending: PendingOperation) -> bytes:
+        """Return the encoded frame as the journal has it: it goes to the engine untouched."""
+        if pending.command is not None:
+            return pending.command
+        return await self._db(self._store.command, pending.request_id)
+
+    async def _save(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
+        options, run = pending.options, queue.run
+        name, kind = options.get("name"), CHECKPOINT_KINDS[pending.kind]
         is_ephemeral = name is None
         path = f"tinker://{run.id}/{kind}/{name}"
-        if not is_ephemeral and options.get("overwrite") is False:
-            there = await self._db(self._store.get_checkpoint, path)
-            if there is not None and (there.expires_at is None or there.expires_at > self._clock.wall()):
-                raise EngineFault(
-                    f"{path} exists already. Choose another name, or pass overwrite=True to replace it.", "user"
-                )
-        # Never written in place: whoever reads the former folder goes on reading it.
+        must_be_new = not is_ephemeral and options.get("overwrite") is False
+        if must_be_new and await self._db(self._store.get_live_checkpoint, path, self._clock.wall()) is not None:
+            raise EngineFault(
+                f"{path} exists already. Choose another name, or pass overwrite=True to replace it.", "user"
+            )
+        # A folder is never written twice: a download or a sampler that reads the former one goes on reading it.
         leaf = str(options["sampling_session_seq_id"] if is_ephemeral else name)
         folder = folders.new_folder(self._data_dir, run.id, folders.EPHEMERAL if is_ephemeral else kind, leaf)
         command = {"op": "save", "adapter": run.id, "folder": str(self._data_dir / folder)}
         reply = await self._engine.run(Frame({**command, "with_optimizer": kind == "weights"}))
-        now = self._clock.wall()
         if is_ephemeral:
-            sampler_id = f"{run.session_id}:sample:{options['sampling_session_seq_id']}"
-            if await self._db(self._store.get_sampler, sampler_id) is not None:
-                # A client that goes on with a run of an earlier session counts its samplers from 0 again.
-                sampler_id = f"{sampler_id}:{pending.seq_id}"
-            sampler = Sampler(
-                id=sampler_id,
-                tenant=run.tenant,
-                session_id=run.session_id,
-                base_model=run.base_model,
-                created_at=now,
-                folder=folder,
-            )
-            # No `path`: clients before 0.36 refuse an ephemeral answer that has one.
-            done = _json({"type": pending.kind, "sampling_session_id": sampler_id})
-            return Done(content=done.content, sampler=sampler)
-        ttl_s = options.get("ttl_seconds")
-        checkpoint = Checkpoint(
+            return await self._ephemeral_sampler(queue, pending, folder)
+        now, ttl_s = self._clock.wall(), options.get("ttl_seconds")
+        checkpoint = CheckpointRecord(
             path=path,
             tenant=run.tenant,
             run_id=run.id,
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             name=str(name),
             folder=folder,
             base_model=run.base_model,
@@ -144,21 +141,37 @@ class Perform:
             expires_at=None if ttl_s is None else now + ttl_s,
             user_metadata=options.get("user_metadata"),
         )
-        return Done(content=_json({"type": pending.kind, "path": path}).content, checkpoint=checkpoint)
+        return OperationResult(content=orjson.dumps({"type": pending.kind, "path": path}), checkpoint=checkpoint)
 
-    async def _load(self, lane: Lane, pending: Pending) -> Done:
-        options, run = pending.options, lane.run
+    async def _ephemeral_sampler(self, queue: RunQueue, pending: PendingOperation, folder: str) -> OperationResult:
+        """Return a sampler of weights that were saved without a name; they go with the session."""
+        run = queue.run
+        sampler_id = f"{run.session_id}:sample:{pending.options['sampling_session_seq_id']}"
+        if await self._db(self._store.get_sampler, sampler_id) is not None:
+            # A client that goes on with a run of an earlier session counts its samplers from 0 again.
+            sampler_id = f"{sampler_id}:{pending.seq_id}"
+        sampler = SamplerRecord(
+            id=sampler_id,
+            tenant=run.tenant,
+            session_id=run.session_id,
+            base_model=run.base_model,
+            created_at=self._clock.wall(),
+            folder=folder,
+        )
+        # No `path`: clients before 0.36 reject an ephemeral response that has one.
+        content = orjson.dumps({"type": pending.kind, "sampling_session_id": sampler_id})
+        return OperationResult(content=content, sampler=sampler)
+
+    async def _load(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
+        options, run = pending.options, queue.run
         path = options["path"]
-        source = await self._db(self._store.get_checkpoint, path)
-        now = self._clock.wall()
-        is_there = source is not None and (source.expires_at is None or source.expires_at > now)
-        if source is None or not is_there or not (source.tenant == run.tenant or source.is_public):
+        source = await self._db(self._store.get_readable_checkpoint, path, run.tenant, self._clock.wall())
+        if source is None:
             raise EngineFault(f"Checkpoint {path!r} is not known.", "user")
         with_optimizer = bool(options.get("optimizer"))
         if with_optimizer and not source.has_optimizer:
             raise EngineFault(
-                f"{path} holds no optimizer state. Load a training checkpoint (…/weights/…), or weights only.",
-                "user",
+                f"{path} has no optimizer state. Load a training checkpoint (…/weights/…), or weights only.", "user"
             )
         if source.base_model != run.base_model:
             raise EngineFault(
@@ -169,19 +182,19 @@ class Perform:
         await self._engine.run(Frame(command))
         # The source may be deleted or replaced before a crash: the journal alone could not bring this state back.
         try:
-            await self._residency.snapshot(lane, pending.seq_id)
+            await self._residency.snapshot(queue, pending.seq_id)
         except EngineDied:
             raise
         except Exception:
-            # It failed, so the run has to be as it was: what the engine now holds is not.
+            # The operation fails, so the run has to be as it was before; what the engine has now is not.
             await self._residency.drop(run.id)
             raise
-        return _json({"type": "load_weights", "path": path, "model_id": run.id})
+        return _json_result({"type": "load_weights", "path": path, "model_id": run.id})
 
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """The files of a checkpoint that no row names any more."""
+    def remove(self, checkpoint: CheckpointRecord) -> None:
+        """Delete the files of a checkpoint that no row refers to any more."""
         folders.remove(self._data_dir, checkpoint.folder)
 
 
-def _json(answer: dict[str, Any], engine_s: float = 0.0) -> Done:
-    return Done(content=orjson.dumps(answer), engine_s=engine_s)
+def _json_result(response: dict[str, Any]) -> OperationResult:
+    return OperationResult(content=orjson.dumps(response))

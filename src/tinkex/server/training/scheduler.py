@@ -1,8 +1,8 @@
-"""Who is next. Pure: values in, a decision out; the worker acts on it.
+"""Chooses the tenant and the operation that go to the engine next. Pure: values in, a decision out.
 
-Fair between tenants by work done, not by calls: the tenant that was served the fewest tokens goes first, and among its
-runs the one that has waited longest. A tenant that comes (back) starts level with the least served of those that are
-waiting, so that a quiet hour is no credit to spend all at once.
+Fair between tenants by work, not by calls: the tenant that was charged the least goes first, and of its runs the one
+that has waited longest. A tenant that comes back starts level with the least charged of those that wait, so a quiet
+hour is no credit to spend all at once. `docs/decisions/fairness.md` draws this beside the engine's own fairness.
 """
 
 from __future__ import annotations
@@ -10,6 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+_BACKWARD_COST = 3
+"""Times the cost of a forward pass: the backward pass that follows takes about twice as long."""
+
+
+def cost_of(kind: str, tokens: int) -> int:
+    """Return what an operation costs its tenant: its tokens, weighted by the work that one token takes."""
+    return tokens * _BACKWARD_COST if kind == "forward_backward" else tokens
 
 
 class Ready(NamedTuple):
@@ -22,27 +30,24 @@ class Ready(NamedTuple):
 
 @dataclass(slots=True)
 class Shares:
-    """Tokens served per tenant, as far as they matter for what is next."""
+    """What each waiting tenant was charged so far."""
 
-    served: dict[str, float] = field(default_factory=dict)
+    charged: dict[str, float] = field(default_factory=dict)
 
     def pick(self, waiting: Iterable[str]) -> str:
-        """The tenant whose turn it is, of those that wait."""
+        """Return the tenant that is next, of those that wait."""
         tenants = set(waiting)
-        known = [self.served[tenant] for tenant in tenants if tenant in self.served]
-        floor = min(known, default=0.0)
-        for tenant in tenants:
-            self.served.setdefault(tenant, floor)
-        # Whoever waits for nothing is forgotten: it will start level with the others when it comes back.
-        self.served = {tenant: self.served[tenant] for tenant in tenants}
-        return min(tenants, key=lambda tenant: (self.served[tenant], tenant))
+        floor = min((self.charged[tenant] for tenant in tenants if tenant in self.charged), default=0.0)
+        # Tenants that wait for nothing are forgotten: they start level with the others when they come back.
+        self.charged = {tenant: self.charged.get(tenant, floor) for tenant in tenants}
+        return min(tenants, key=lambda tenant: (self.charged[tenant], tenant))
 
-    def charge(self, tenant: str, tokens: float) -> None:
-        self.served[tenant] = self.served.get(tenant, 0.0) + max(tokens, 1.0)
+    def charge(self, tenant: str, cost: float) -> None:
+        self.charged[tenant] = self.charged.get(tenant, 0.0) + max(cost, 1.0)
 
 
 def choose(ready: Iterable[Ready], shares: Shares) -> Ready | None:
-    """The operation to start next, or None if there is none."""
+    """Return the operation to start next, or None if there is none."""
     by_tenant: dict[str, list[Ready]] = {}
     for entry in ready:
         by_tenant.setdefault(entry.tenant, []).append(entry)
@@ -51,12 +56,12 @@ def choose(ready: Iterable[Ready], shares: Shares) -> Ready | None:
     return min(by_tenant[shares.pick(by_tenant)], key=lambda entry: (entry.since, entry.run_id))
 
 
-def describe_queue(ahead: int, missing: int | None, engine_reason: str, paused: str) -> tuple[str, str]:
-    """`queue_state` and its reason, for somebody whose poll is not answered yet."""
-    if paused:
-        return "paused_capacity", paused
-    if engine_reason:
-        return "paused_capacity", engine_reason
+def describe_queue(
+    ahead: int, missing: int | None, engine_reason: str | None, pause_reason: str | None
+) -> tuple[str, str]:
+    """Return `queue_state` and its reason, for a poll whose operation is not finished."""
+    if reason := pause_reason or engine_reason:
+        return "paused_capacity", reason
     if missing is not None:
         return "active", f"waits for operation {missing} of this run, which has not arrived"
     if ahead:

@@ -1,4 +1,4 @@
-"""A run's journal as steps: all that led to one optimizer step, summed up. Pure; for the console and `run watch`."""
+"""Sums up a run's journal by optimizer steps, for the console and `tinkex run watch`. Pure."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from tinkex.rules.metrics import step_loss
 from tinkex.server.http import views
-from tinkex.store.records import Operation
+from tinkex.store.records import OperationRecord
 
-TOLD = frozenset({"forward", "forward_backward", "optim_step"})
+STEP_KINDS = frozenset({"forward", "forward_backward", "optim_step"})
 
 
-def steps_of(operations: Iterable[Operation], *, is_cut: bool = False) -> tuple[list[dict[str, Any]], int]:
-    """Complete steps, and how many forward_backward calls follow the last of them.
+def steps_of(operations: Iterable[OperationRecord], *, is_cut: bool = False) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete steps, and how many forward_backward calls follow the last of them.
 
-    What follows the last optim_step is kept for the next time, unless the list was cut there.
+    Operations after the last optim_step belong to the next step, which a later call will return; unless `is_cut` says
+    that the list was cut there.
     """
     steps: list[dict[str, Any]] = []
-    parts: list[Operation] = []
+    parts: list[OperationRecord] = []
     for row in operations:
-        if row.kind in TOLD:
+        if row.kind in STEP_KINDS:
             parts.append(row)
         if row.kind == "optim_step":
             steps.append(_step(parts))
             parts = []
     if is_cut and parts and not steps:
-        steps.append(_step(parts))  # thousands of passes without an optim_step: told as one, or nothing ever would be
+        steps.append(_step(parts))  # thousands of passes without an optim_step: one step, or none would ever be shown
         parts = []
     return steps, sum(row.kind == "forward_backward" for row in parts)
 
 
 def thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Every n-th step, so that at most so many are left; the last is always one of them."""
+    """Return every n-th step, so that at most `most` are left; the last step is always one of them."""
     every = math.ceil(len(steps) / max(most, 1))
     return steps if every <= 1 else steps[::-1][::every][::-1]
 
 
-def _step(parts: list[Operation]) -> dict[str, Any]:
+def _step(parts: list[OperationRecord]) -> dict[str, Any]:
     last = parts[-1]
     metrics: dict[str, float] = {}
     for row in parts:
@@ -49,22 +51,11 @@ def _step(parts: list[Operation]) -> dict[str, Any]:
         "loss": _loss(row for row in parts if row.kind == "forward_backward"),
         "evaluation_loss": _loss(row for row in parts if row.kind == "forward"),
         "learning_rate": rate,
-        "tokens": sum(row.cost_tokens for row in parts),
+        "tokens": sum(row.tokens for row in parts),
         "seconds": sum(row.engine_s or 0.0 for row in parts),
         "metrics": {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
     }
 
 
-def _loss(passes: Iterable[Operation]) -> float | None:
-    """One number for all passes of a step: a client may have cut one batch into several.
-
-    The passes of a loss of the client's own have weights that are none: zeros, to learn the log-probabilities, and then
-    gradients. What does not add up to a positive weight is no mean, and is not told as one.
-    """
-    found = [row.metrics for row in passes if row.metrics and row.metrics.get("loss:sum") is not None]
-    if not found:
-        return None
-    total, weight = (math.fsum(metrics.get(name) or 0.0 for metrics in found) for name in ("loss:sum", "weight:sum"))
-    if any("weight:sum" in metrics for metrics in found):
-        return total / weight if weight > 0 else None
-    return total
+def _loss(passes: Iterable[OperationRecord]) -> float | None:
+    return step_loss(row.metrics or {} for row in passes)

@@ -1,7 +1,8 @@
-"""Runs training operations: picks the next (`plan`), has the engine do it (`perform`), keeps the result, wakes waiters.
+"""Runs training operations: picks the next one (`scheduler`), has the engine do it (`operation_runner`), stores the
+result and wakes the polls that wait for it.
 
-One operation per run at a time, several runs at once. A failed operation fails alone. If the engine dies, what it had
-runs again on the rebuilt adapter; an operation that keeps taking it down fails.
+One operation per run at a time, several runs at once. A failed operation fails alone. If the engine dies, the
+operations that it had run again on rebuilt adapters; an operation that keeps killing the engine fails.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from tinkex.clock import Clock
 from tinkex.engine.contract import Engine, EngineDied, EngineFault
 from tinkex.errors import TinkexError, ValidationError
 from tinkex.server.http.metrics import Metrics
-from tinkex.server.training.operation_runner import Done, Perform
+from tinkex.server.training.operation_runner import OperationResult, OperationRunner
 from tinkex.server.training.residency import REPLAYED, Residency
-from tinkex.server.training.run_queue import Lane, Pending
+from tinkex.server.training.run_queue import PendingOperation, RunQueue
 from tinkex.server.training.scheduler import Ready, Shares, choose, describe_queue
-from tinkex.server.training.waiters import Outcome, Waiters
+from tinkex.server.training.waiters import FinishedOperation, Waiters
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
@@ -33,10 +34,10 @@ logger = logging.getLogger("tinkex.server")
 WINDOW = 64
 """Operations (of different runs) that the engine has at once. It runs them together, in equal shares for tenants."""
 MOST_DEATHS = 3
-"""An operation that takes the engine down so often is given up. Two may be chance: somebody ends processes."""
+"""An operation under which the engine died so often fails. Two deaths may be chance: administrators kill processes."""
 MOST_REBUILDS = 20
 EVICT = "evict"
-"""The kind that stands in a lane while its adapter leaves the engine: no client asked for it."""
+"""The kind of the placeholder that runs in a queue while its adapter leaves the engine; no client sent it."""
 
 
 class Worker:
@@ -49,18 +50,18 @@ class Worker:
         engine: Engine,
         waiters: Waiters,
         residency: Residency,
-        perform: Perform,
+        runner: OperationRunner,
         metrics: Metrics,
         catalog: Catalog,
     ) -> None:
         self._catalog = catalog
         self._config, self._clock, self._store, self._db, self._engine = config, clock, store, db, engine
-        self._waiters, self._residency, self._perform, self._metrics = waiters, residency, perform, metrics
-        self._lanes: dict[str, Lane] = {}
-        self._loading: dict[str, asyncio.Task[Lane | None]] = {}
-        self._pending: dict[str, Pending] = {}
+        self._waiters, self._residency, self._runner, self._metrics = waiters, residency, runner, metrics
+        self._queues: dict[str, RunQueue] = {}
+        self._loading: dict[str, asyncio.Task[RunQueue | None]] = {}
+        self._pending: dict[str, PendingOperation] = {}
         self._active: set[str] = set()
-        """Runs whose lane has something waiting."""
+        """Runs in whose queue something waits."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._shares = Shares()
         self._suspects = asyncio.Lock()
@@ -69,58 +70,58 @@ class Worker:
         self._paused: dict[str, str] = {}
         self._is_draining = False
 
-    # ── What is known
+    # ── What is queued
 
     @property
     def queued(self) -> int:
         return len(self._pending)
 
     def resident(self) -> list[str]:
-        """Runs whose adapter the engine holds."""
+        """Return the runs whose adapter is in the engine."""
         return self._residency.runs()
 
     @property
-    def halt(self) -> str:
-        """Why nothing new is started, if so."""
-        return "the service is stopping" if self._is_draining else next(iter(self._paused.values()), "")
+    def pause_reason(self) -> str | None:
+        """Why no new operation is started, if none is."""
+        return "the service is stopping" if self._is_draining else next(iter(self._paused.values()), None)
 
     def waiting_of(self, tenant: str) -> int:
         return sum(pending.tenant == tenant for pending in self._pending.values())
 
-    def waiting(self, tenant: str) -> list[Pending]:
-        """A tenant's operations that are not finished, the longest waiting first."""
+    def waiting(self, tenant: str) -> list[PendingOperation]:
+        """Return a tenant's operations that are not finished, the longest waiting first."""
         return sorted((row for row in self._pending.values() if row.tenant == tenant), key=lambda row: row.arrived)
 
-    def pending(self, request_id: str) -> Pending | None:
+    def pending(self, request_id: str) -> PendingOperation | None:
         return self._pending.get(request_id)
 
-    def queue_of(self, pending: Pending) -> tuple[str, str]:
-        """Why an operation is not finished: state and reason."""
-        lane, state = self._lanes[pending.run_id], self._engine.state
-        paused = next(iter(self._paused.values()), "") or self.why_not_served(lane)
+    def queue_of(self, pending: PendingOperation) -> tuple[str, str]:
+        """Return why an operation is not finished: its queue's state, and the reason."""
+        queue, engine = self._queues[pending.run_id], self._engine.state
+        is_running = queue.running is pending
         return describe_queue(
-            lane.ahead(pending.seq_id) if lane.running is not pending else 0,
-            lane.missing(pending.seq_id) if lane.running is not pending else None,
-            "" if state.is_ready else f"the engine is not ready: {state.reason}",
-            paused,
+            0 if is_running else queue.ahead(pending.seq_id),
+            None if is_running else queue.missing(pending.seq_id),
+            None if engine.is_ready else f"the engine is not ready: {engine.reason}",
+            next(iter(self._paused.values()), None) or self.unserved_reason(queue),
         )
 
-    def why_not_served(self, lane: Lane) -> str:
-        """The service may have been started anew without the model that a run was made on."""
-        name = lane.run.base_model
+    def unserved_reason(self, queue: RunQueue) -> str | None:
+        """Return why a run cannot go on: the service may have been restarted without the run's base model."""
+        name = queue.run.base_model
         if name in self._catalog.names:
-            return ""
+            return None
         return f"its base model {name} is not served now; start the service with --base-model {name}, and it goes on"
 
     def is_active(self, run_id: str) -> bool:
-        """Whether a run has work. Nothing is read for it: `resume` loaded every lane that had some."""
-        lane = self._lanes.get(run_id)
-        return lane is not None and bool(lane.waiting or (lane.running is not None and lane.running.kind != EVICT))
+        """Whether a run has work. Reads nothing: `resume` loaded every queue that had some."""
+        queue = self._queues.get(run_id)
+        return queue is not None and bool(queue.waiting or (queue.running is not None and queue.running.kind != EVICT))
 
-    async def lane(self, run_id: str) -> Lane | None:
-        """A run's lane, read from the journal when it is first asked for."""
-        if (lane := self._lanes.get(run_id)) is not None:
-            return lane
+    async def run_queue(self, run_id: str) -> RunQueue | None:
+        """Return a run's queue, read from the journal on first use; None if there is no such run."""
+        if (queue := self._queues.get(run_id)) is not None:
+            return queue
         if run_id not in self._loading:
             self._loading[run_id] = asyncio.create_task(self._load(run_id))
         try:
@@ -129,41 +130,41 @@ class Worker:
             if (task := self._loading.get(run_id)) is not None and task.done():
                 self._loading.pop(run_id, None)
 
-    async def _load(self, run_id: str) -> Lane | None:
+    async def _load(self, run_id: str) -> RunQueue | None:
         run = await self._db(self._store.get_run, run_id)
         if run is None:
             return None
         rows = await self._db(self._store.operations_of, run_id)
-        if run_id not in self._lanes:
-            lane = self._lanes[run_id] = Lane.restored(run, rows, self._clock.now())
-            for pending in lane.waiting.values():
+        if run_id not in self._queues:
+            queue = self._queues[run_id] = RunQueue.restored(run, rows, self._clock.now())
+            for pending in queue.waiting.values():
                 self._note(pending)
             for row in rows:
-                if row.state == "queued" and row.seq_id not in lane.waiting:
-                    await self.fail(row.request_id, row.tenant, lane.why_late(row.seq_id), "user")
-        return self._lanes[run_id]
+                if row.state == "queued" and row.seq_id not in queue.waiting:
+                    await self.fail(row.request_id, row.tenant, queue.late_reason(row.seq_id), "user")
+        return self._queues[run_id]
 
     async def resume(self) -> int:
-        """At start: everything that was accepted and not finished goes back into its lane."""
+        """Put every operation that was accepted and not finished back into its queue. Called once, at start."""
         rows = await self._db(self._store.queued)
         for run_id in dict.fromkeys(row.run_id for row in rows):
-            lane = await self.lane(run_id)
-            if lane is not None and (reason := self.why_not_served(lane)):
+            queue = await self.run_queue(run_id)
+            if queue is not None and (reason := self.unserved_reason(queue)) is not None:
                 logger.warning("operations of %s wait: %s", run_id, reason)
         return len(rows)
 
     # ── What comes in
 
     async def adopt(self, run_id: str) -> None:
-        """A run that was just created."""
-        await self.lane(run_id)
+        """Load the queue of a run that was just created."""
+        await self.run_queue(run_id)
         self.wake()
 
-    def enqueue(self, pending: Pending) -> None:
+    def enqueue(self, pending: PendingOperation) -> None:
         self._note(pending)
         self.wake()
 
-    def _note(self, pending: Pending) -> None:
+    def _note(self, pending: PendingOperation) -> None:
         self._pending[pending.request_id] = pending
         self._active.add(pending.run_id)
 
@@ -171,7 +172,7 @@ class Worker:
         self._wake.set()
 
     def pause(self, cause: str, reason: str) -> None:
-        """Start nothing new until `unpause(cause)`; waiters are told the reason."""
+        """Start nothing new until `unpause(cause)`; polls report the reason."""
         if cause not in self._paused:
             logger.warning("training is paused: %s", reason)
         self._paused[cause] = reason
@@ -184,86 +185,90 @@ class Worker:
     # ── The loop
 
     async def run(self) -> None:
-        """Until cancelled, or until drained."""
+        """Run operations until cancelled or drained."""
         while not self._is_draining:
             self._wake.clear()
-            look_again = self._start_what_can()
+            look_again = self._start_ready()
             timeout = None if look_again is None else max(look_again - self._clock.now(), 0.001)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), timeout)
 
-    def _start_what_can(self) -> float | None:
-        """Start operations while there is room; say when a gap will have been waited for."""
-        look_again: float | None = None
+    def _start_ready(self) -> float | None:
+        """Start operations while there is room. Return when the wait for a missing number is over, if there is one."""
         if self._paused or self._is_draining:
             return None
         now = self._clock.now()
-        ready: dict[str, Ready] = {}
-        for run_id in list(self._active):
-            lane = self._lanes[run_id]
-            if not lane.waiting:
-                self._active.discard(run_id)
-                continue
-            if self.why_not_served(lane):
-                continue
-            head, again = lane.head(now, self._config.gap_s)
-            if head is not None:
-                ready[run_id] = Ready(run_id, head.tenant, head.arrived)
-            elif again is not None:
-                look_again = again if look_again is None else min(look_again, again)
+        heads, look_again = self._heads(now)
+        ready = {run_id: Ready(run_id, pending.tenant, pending.arrived) for run_id, pending in heads.items()}
         while len(self._tasks) < WINDOW and (chosen := choose(ready.values(), self._shares)) is not None:
             del ready[chosen.run_id]
-            lane = self._lanes[chosen.run_id]
-            pending, _ = lane.head(now, self._config.gap_s)
-            assert pending is not None
-            lane.start(pending, now)
-            self._shares.charge(pending.tenant, pending.cost_tokens)
-            task = asyncio.create_task(self._execute(lane, pending))
+            queue, pending = self._queues[chosen.run_id], heads[chosen.run_id]
+            queue.start(pending, now)
+            self._shares.charge(pending.tenant, pending.cost)
+            task = asyncio.create_task(self._run(queue, pending))
             self._tasks.add(task)
             task.add_done_callback(self._finished)
         return look_again
 
+    def _heads(self, now: float) -> tuple[dict[str, PendingOperation], float | None]:
+        """Return the operation of each run that may run now, and when to look again for the others."""
+        heads: dict[str, PendingOperation] = {}
+        look_again: float | None = None
+        for run_id in list(self._active):
+            queue = self._queues[run_id]
+            if not queue.waiting:
+                self._active.discard(run_id)
+                continue
+            if self.unserved_reason(queue) is not None:
+                continue
+            head, again = queue.head(now, self._config.gap_s)
+            if head is not None:
+                heads[run_id] = head
+            elif again is not None:
+                look_again = again if look_again is None else min(look_again, again)
+        return heads, look_again
+
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (problem := task.exception()) is not None:
-            logger.error("an operation ended without a word", exc_info=problem)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("an operation's task crashed", exc_info=error)
         self.wake()
 
-    async def _execute(self, lane: Lane, pending: Pending) -> None:
+    async def _run(self, queue: RunQueue, pending: PendingOperation) -> None:
         started = self._clock.now()
         failure: tuple[str, str] = ("", "")
-        done: Done | None = None
+        result: OperationResult | None = None
         try:
             try:
-                done = await self._attempt(lane, pending)
-            except EngineFault as problem:
-                failure = (str(problem), problem.category)
-            except Exception as problem:
-                logger.error("operation %s (%s) failed", pending.request_id, pending.kind, exc_info=problem)
-                is_ours = isinstance(problem, TinkexError)
-                failure = (str(problem) if is_ours else "The service failed; its log says why.", "server")
-            # Cancelled means that the service ends: the row stays queued and runs after the next start.
-            if done is not None:
+                result = await self._run_with_engine(queue, pending)
+            except EngineFault as error:
+                failure = (str(error), error.category)
+            except Exception as error:
+                logger.error("operation %s (%s) failed", pending.request_id, pending.kind, exc_info=error)
+                is_ours = isinstance(error, TinkexError)
+                failure = (str(error) if is_ours else "The service failed; its log says why.", "server")
+            # Cancelled means that the service is stopping: the row stays queued and runs after the next start.
+            if result is not None:
                 try:
-                    await self._kept(partial(self._keep, pending, done))
-                except Exception as problem:  # the store will not have it, and never will
-                    done, failure = None, await self._unkept(lane, pending, problem)
-            if done is not None:
-                await self._after(lane, pending, done)
+                    await self._retry_until_stored(partial(self._store_result, pending, result))
+                except Exception as error:  # the store rejects it, and always will
+                    result, failure = None, await self._on_store_rejected(queue, pending, error)
+            if result is not None:
+                await self._after_success(queue, pending, result)
             else:
-                await self._kept(partial(self.fail, pending.request_id, pending.tenant, *failure))
+                await self._retry_until_stored(partial(self.fail, pending.request_id, pending.tenant, *failure))
         finally:
-            lane.done()
+            queue.done()
             self._pending.pop(pending.request_id, None)
-        outcome = "failed" if done is None else "done"
+        outcome = "failed" if result is None else "done"
         queue_s, seconds = started - pending.arrived, self._clock.now() - started
-        self._metrics.operation(pending.kind, outcome, queue_s, seconds, pending.cost_tokens, lane.run.base_model)
+        self._metrics.operation(pending.kind, outcome, queue_s, seconds, pending.tokens, queue.run.base_model)
 
-    async def _attempt(self, lane: Lane, pending: Pending) -> Done:
-        """Have it done by an engine that lives; rebuild the adapter first if it is not there.
+    async def _run_with_engine(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
+        """Run an operation on a live engine, with the adapter rebuilt first if it is not there.
 
-        Several operations share a death, and only one of them was its cause. They are tried again one by one, so that
-        the guilty one uses up its own chances and nobody else's.
+        When the engine dies, several operations lose their work, and one of them was the cause. They are retried one at
+        a time, so that the guilty one uses up its own chances and not the others'.
         """
         rebuilds = 0
         while True:
@@ -271,125 +276,127 @@ class Worker:
             async with alone:
                 generation = self._engine.state.generation
                 try:
-                    await self._residency.ensure(lane)
+                    await self._residency.ensure(queue)
                 except EngineFault:
                     if self._engine.state.generation == generation:
                         raise
-                    continue  # it died in between, and its successor knows nothing of what we told the other
-                except EngineDied as problem:
+                    continue  # it died in between, and its successor has no adapter yet
+                except EngineDied as error:
                     self._residency.lose()
-                    rebuilds += 1  # not this operation's doing: what is replayed has run before
+                    rebuilds += 1  # not this operation's fault: what is replayed has run before
                     if rebuilds >= MOST_REBUILDS:
                         raise EngineFault(
-                            f"The engine died {rebuilds} times while it read the run ({problem}).", "server"
+                            f"The engine died {rebuilds} times while it rebuilt the run ({error}).", "server"
                         ) from None
                     continue
                 try:
-                    done = await self._perform(lane, pending)
+                    result = await self._runner.run(queue, pending)
                     break
                 except EngineFault:
-                    if self._residency.holds(lane.run.id):
+                    if self._residency.holds(queue.run.id):
                         raise
-                except EngineDied as problem:
+                except EngineDied as error:
                     self._residency.lose()
                     pending.engine_deaths += 1
                     if pending.engine_deaths >= MOST_DEATHS:
                         raise EngineFault(
-                            f"The engine died {pending.engine_deaths} times while it ran this operation ({problem}), "
+                            f"The engine died {pending.engine_deaths} times while it ran this operation ({error}), "
                             "so it is given up; the run goes on without it. Too little memory? Try smaller batches.",
                             "server",
                         ) from None
                     logger.warning("the engine died under %s; it runs again", pending.request_id)
         pending.command = None
-        return done
+        return result
 
-    async def _keep(self, pending: Pending, done: Done) -> None:
+    async def _store_result(self, pending: PendingOperation, result: OperationResult) -> None:
         replaced = None
-        # KeyError: a write whose confirmation was lost stands already.
+        # KeyError: an earlier write succeeded and only its confirmation was lost.
         with contextlib.suppress(KeyError):
             replaced = await self._db(
                 lambda: self._store.finish(
                     pending.request_id,
                     at=self._clock.wall(),
-                    result=done.content,
-                    result_type=done.content_type,
-                    checkpoint=done.checkpoint,
-                    sampler=done.sampler,
-                    engine_s=done.engine_s,
-                    metrics=done.metrics,
+                    result=result.content,
+                    result_type=result.content_type,
+                    checkpoint=result.checkpoint,
+                    sampler=result.sampler,
+                    engine_s=result.engine_s,
+                    metrics=result.metrics,
                 )
             )
-        self._waiters.settle(pending.request_id, Outcome(pending.tenant, done.content, done.content_type))
+        finished = FinishedOperation(pending.tenant, result.content, result.content_type)
+        self._waiters.settle(pending.request_id, finished)
         if replaced is not None:
-            await asyncio.to_thread(self._perform.remove, replaced)
+            await asyncio.to_thread(self._runner.remove, replaced)
 
-    async def _unkept(self, lane: Lane, pending: Pending, problem: Exception) -> tuple[str, str]:
-        """What to tell. The engine has done what the journal does not know: it forgets the run, which is rebuilt."""
+    async def _on_store_rejected(self, queue: RunQueue, pending: PendingOperation, error: Exception) -> tuple[str, str]:
+        """Drop the adapter so that it is rebuilt from the journal, which has no such result. Return what to report."""
         if pending.kind in REPLAYED or pending.kind in ("load_weights", "load_model"):
             with contextlib.suppress(EngineDied, EngineFault):
-                await self._residency.drop(lane.run.id)
-        if isinstance(problem, ValidationError):
-            return str(problem), "user"
-        logger.error("the result of %s (%s) was not stored", pending.request_id, pending.kind, exc_info=problem)
+                await self._residency.drop(queue.run.id)
+        if isinstance(error, ValidationError):
+            return str(error), "user"
+        logger.error("the result of %s (%s) was not stored", pending.request_id, pending.kind, exc_info=error)
         return "The result could not be stored, so the operation does not count; the service's log says why.", "server"
 
-    async def _after(self, lane: Lane, pending: Pending, done: Done) -> None:
-        """What follows a result and cannot undo it: a snapshot that fails leaves the journal, which has it all."""
+    async def _after_success(self, queue: RunQueue, pending: PendingOperation, result: OperationResult) -> None:
+        """Do what follows a stored result. Errors are only logged: without a snapshot, the journal still has it all."""
         try:
             if pending.kind == "unload_model":
-                lane.run = replace(lane.run, is_unloaded=True)
-                await self._residency.drop(lane.run.id)
+                queue.run = replace(queue.run, is_unloaded=True)
+                await self._residency.drop(queue.run.id)
             elif pending.kind in REPLAYED:
-                lane.is_changed = True
-                # Its own share: when it is repeated, what it shared a micro-batch with is not.
-                lane.engine_s += done.engine_s if done.own_s is None else done.own_s
-                if lane.engine_s > self._config.snapshot_every_s:
-                    await self._residency.snapshot(lane, pending.seq_id)
-        except (TinkexError, OSError) as problem:
-            logger.warning("after %s of %s: %s", pending.kind, lane.run.id, problem)
+                queue.is_changed = True
+                # Its own share of a shared micro-batch: a replay repeats it without the other passes.
+                queue.engine_s += result.engine_s if result.own_s is None else result.own_s
+                if queue.engine_s > self._config.snapshot_every_s:
+                    await self._residency.snapshot(queue, pending.seq_id)
+        except (TinkexError, OSError) as error:
+            logger.warning("after %s of %s: %s", pending.kind, queue.run.id, error)
 
-    async def _kept(self, write: Callable[[], Awaitable[None]]) -> None:
-        """A result must reach the store: if the disk is full or the database away, wait and say so; lose nothing."""
+    async def _retry_until_stored(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write to the store, however long the disk is full or the database away; training is paused meanwhile."""
         wait_s = 0.5
         while True:
             try:
                 return await write()
-            except (DiskFull, Unavailable, OSError) as problem:
-                logger.error("a result cannot be stored; trying again in %.1f s: %s", wait_s, problem)
-                self.pause("store", f"results cannot be stored: {problem}")
+            except (DiskFull, Unavailable, OSError) as error:
+                logger.error("a result cannot be stored; trying again in %.1f s: %s", wait_s, error)
+                self.pause("store", f"results cannot be stored: {error}")
                 await self._clock.sleep(wait_s)
                 wait_s = min(wait_s * 2, 15.0)
                 self.unpause("store")
 
     async def fail(self, request_id: str, tenant: str, error: str, category: str) -> None:
-        """The operation failed for good."""
+        """Store that an operation failed, and wake its polls."""
         with contextlib.suppress(KeyError):
             await self._db(lambda: self._store.fail(request_id, at=self._clock.wall(), error=error, category=category))
-        self._waiters.settle(request_id, Outcome(tenant, error=error, category=category))
+        self._waiters.settle(request_id, FinishedOperation(tenant, error=error, category=category))
 
     # ── Leaving
 
     async def evict(self, run_id: str) -> bool:
-        """Take an idle run out of the engine; it comes back by itself when it is used."""
-        lane = self._lanes.get(run_id)
-        if lane is None or lane.running is not None or lane.waiting or not self._residency.holds(run_id):
+        """Drop an idle run's adapter from the engine; it is rebuilt when the run is used again."""
+        queue = self._queues.get(run_id)
+        if queue is None or queue.running is not None or queue.waiting or not self._residency.holds(run_id):
             return False
-        lane.running = Pending("", run_id, lane.run.tenant, lane.ran, EVICT, self._clock.now())  # nobody starts now
+        # A placeholder runs, so that no operation of this run starts meanwhile.
+        queue.running = PendingOperation("", run_id, queue.run.tenant, queue.ran, EVICT, self._clock.now())
         try:
-            if lane.is_changed:
-                await self._residency.snapshot(lane, lane.ran)
+            if queue.is_changed:
+                await self._residency.snapshot(queue, queue.ran)
             await self._residency.drop(run_id)
-        except (TinkexError, OSError) as problem:
-            logger.warning("could not evict %s: %s", run_id, problem)
+        except (TinkexError, OSError) as error:
+            logger.warning("could not evict %s: %s", run_id, error)
             return False
         finally:
-            lane.done()
+            queue.done()
             self.wake()
-        lane.forget(0)
+        queue.forget(0)
         return True
 
     async def drain(self, seconds: float) -> None:
-        """Start nothing more; let what runs come to its end, for so long."""
+        """Start nothing more, give running operations so many seconds to finish, then cancel them."""
         self._is_draining = True
         self.wake()
         if self._tasks:

@@ -1,7 +1,7 @@
-"""A PEFT adapter that a client sends: a tar with `adapter_model.safetensors` and `adapter_config.json`.
+"""Receives a PEFT adapter as a tar with `adapter_model.safetensors` and `adapter_config.json`.
 
-Nothing else is taken out of it, no name in it becomes a path, and nothing in it is run. The numbers are the engine's to
-check; here only what it is made for is read: the rank, and which layers it acts on.
+Nothing else is extracted, no name in the tar becomes a path, and nothing in it is executed. Only the rank and the
+layers that the adapter acts on are read here; the engine checks the numbers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from uuid import uuid4
 
 from starlette.requests import Request
 
-from tinkex.server.http.errors import Refused, bad
+from tinkex.server.http.errors import RequestRejected, bad_request
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INCOMING = "incoming"
 """The folder for uploads; the janitor empties it after a crash."""
-MOST_BYTES = 4_000_000_000
+MAX_ARCHIVE_BYTES = 4_000_000_000
 MOST_RANK = 1024
-_MOST_CONFIG_BYTES = 1_000_000
-_MOST_HEADER_BYTES = 50_000_000
+_MAX_CONFIG_BYTES = 1_000_000
+_MAX_HEADER_BYTES = 50_000_000
 _BATCH = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """What the two files say of themselves."""
+class AdapterUpload:
+    """What the two uploaded files describe: the rank, the layers, and the size and checksum of each file."""
 
     rank: int
     train_attn: bool
@@ -44,22 +44,22 @@ class Adapter:
 
 
 @asynccontextmanager
-async def received(request: Request, data_dir: Path, most_bytes: int = MOST_BYTES) -> AsyncIterator[Path]:
-    """The body as a file, in a folder that goes at the end."""
+async def receive_archive(request: Request, data_dir: Path, max_bytes: int = MAX_ARCHIVE_BYTES) -> AsyncIterator[Path]:
+    """Write the body to a file, in a folder that is deleted at the end."""
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > most_bytes:
-        raise _too_large(most_bytes)
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _archive_too_large(max_bytes)
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise bad("Send the tar as it is, without a Content-Encoding.", "bad_encoding")
-    place = data_dir / INCOMING / uuid4().hex
-    await asyncio.to_thread(place.mkdir, parents=True)
+        raise bad_request("Send the tar as it is, without a Content-Encoding.", "bad_encoding")
+    folder = data_dir / INCOMING / uuid4().hex
+    await asyncio.to_thread(folder.mkdir, parents=True)
     try:
-        archive, size, batch = place / "archive.tar", 0, bytearray()
+        archive, size, batch = folder / "archive.tar", 0, bytearray()
         with archive.open("wb") as file:
             async for piece in request.stream():
                 size += len(piece)
-                if size > most_bytes:
-                    raise _too_large(most_bytes)
+                if size > max_bytes:
+                    raise _archive_too_large(max_bytes)
                 batch += piece
                 if len(batch) >= _BATCH:
                     await asyncio.to_thread(file.write, batch)
@@ -67,37 +67,38 @@ async def received(request: Request, data_dir: Path, most_bytes: int = MOST_BYTE
             await asyncio.to_thread(file.write, batch)
         yield archive
     finally:
-        await asyncio.to_thread(shutil.rmtree, place, True)
+        await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
-def unpack(archive: Path, folder: Path, most_bytes: int = MOST_BYTES) -> Adapter:
-    """Take the two files out of the tar into a new folder, and read what they are. Blocks: not for the loop."""
+def unpack(archive: Path, folder: Path, max_bytes: int = MAX_ARCHIVE_BYTES) -> AdapterUpload:
+    """Extract the two files from the tar into a new folder, and return what they describe. Blocks."""
     folder.mkdir()
-    found: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, Any]] = {}
     try:
-        with tarfile.open(archive, "r:") as opened:  # not compressed: nothing can swell
+        with tarfile.open(archive, "r:") as opened:  # without compression: a small body cannot expand
             for member in opened:
                 name = member.name.removeprefix("./")
                 if name not in (WEIGHTS, CONFIG) or not member.isreg() or member.issparse():
                     continue
-                if name in found or member.size > most_bytes:
-                    raise bad(f"The archive holds {name} twice, or it is too large.", "bad_archive")
+                if name in files or member.size > max_bytes:
+                    raise bad_request(f"The archive holds {name} twice, or it is too large.", "bad_archive")
                 content = opened.extractfile(member)
                 assert content is not None
                 with content, (folder / name).open("xb") as file:
-                    found[name] = _copied(content, file)  # type: ignore[arg-type]
-    except (tarfile.TarError, EOFError) as problem:
-        raise bad(f"The body is not a whole tar archive: {problem}.", "bad_archive") from None
-    if missing := sorted({WEIGHTS, CONFIG} - found.keys()):
-        raise bad(
+                    files[name] = _copy(content, file)  # type: ignore[arg-type]
+    except (tarfile.TarError, EOFError) as error:
+        raise bad_request(f"The body is not a complete tar archive: {error}.", "bad_archive") from None
+    if missing := sorted({WEIGHTS, CONFIG} - files.keys()):
+        raise bad_request(
             f"The archive has no {' and no '.join(missing)} at its top. Send exactly the two files that PEFT's "
             "save_pretrained writes: tar cf adapter.tar -C FOLDER adapter_config.json adapter_model.safetensors",
             "bad_archive",
         )
-    return Adapter(rank=_rank(folder / CONFIG), **_flags(_tensor_names(folder / WEIGHTS)), files=found)
+    return AdapterUpload(rank=_rank(folder / CONFIG), **_flags(_tensor_names(folder / WEIGHTS)), files=files)
 
 
-def _copied(content: BinaryIO, file: BinaryIO) -> dict[str, Any]:
+def _copy(content: BinaryIO, file: BinaryIO) -> dict[str, Any]:
+    """Copy a file, and return its size and checksum."""
     digest, size = hashlib.sha256(), 0
     while block := content.read(1 << 20):
         digest.update(block)
@@ -107,46 +108,48 @@ def _copied(content: BinaryIO, file: BinaryIO) -> dict[str, Any]:
 
 def _rank(config: Path) -> int:
     try:
-        said = json.loads(config.read_text(encoding="utf-8")) if config.stat().st_size <= _MOST_CONFIG_BYTES else None
+        fields = json.loads(config.read_text(encoding="utf-8")) if config.stat().st_size <= _MAX_CONFIG_BYTES else None
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
-        raise bad(f"{CONFIG} is not a JSON object.", "bad_adapter")
-    rank = said.get("r")
+        fields = None
+    if not isinstance(fields, dict):
+        raise bad_request(f"{CONFIG} is not a JSON object.", "bad_adapter")
+    rank = fields.get("r")
     if type(rank) is not int or not 1 <= rank <= MOST_RANK:
-        raise bad(f"{CONFIG} has r = {rank!r}; a rank from 1 to {MOST_RANK} is needed.", "bad_adapter")
+        raise bad_request(f"{CONFIG} has r = {rank!r}; a rank from 1 to {MOST_RANK} is needed.", "bad_adapter")
     return rank
 
 
 def _tensor_names(weights: Path) -> list[str]:
-    """From the header alone: https://huggingface.co/docs/safetensors#format"""
+    """Return the names of the LoRA tensors, from the header alone: https://huggingface.co/docs/safetensors#format"""
     with weights.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = file.read(size) if size <= min(_MOST_HEADER_BYTES, weights.stat().st_size) else b""
+        header = file.read(size) if size <= min(_MAX_HEADER_BYTES, weights.stat().st_size) else b""
     try:
-        said = json.loads(header)
+        tensors = json.loads(header)
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
-        raise bad(f"{WEIGHTS} is not a safetensors file. Pickled adapters (.bin) are not taken.", "bad_adapter")
-    return [name for name in said if ".lora_" in name]
+        tensors = None
+    if not isinstance(tensors, dict):
+        raise bad_request(
+            f"{WEIGHTS} is not a safetensors file. Pickled adapters (.bin) are not accepted.", "bad_adapter"
+        )
+    return [name for name in tensors if ".lora_" in name]
 
 
 def _flags(names: Iterable[str]) -> dict[str, bool]:
-    """Which kinds of layers an adapter acts on, by where they stand; the engine has the last word."""
+    """Return which kinds of layers an adapter acts on, judged by their names. The engine decides in the end."""
     paths = [name.lower().partition(".lora_")[0].split(".")[:-1] for name in names]
     if not paths:
-        raise bad(f"{WEIGHTS} holds no LoRA weights.", "bad_adapter")
+        raise bad_request(f"{WEIGHTS} holds no LoRA weights.", "bad_adapter")
     attention = [any("attn" in part or "attention" in part for part in path) for path in paths]
     mlp = [
         any(word in part for part in path for word in ("mlp", "feed_forward", "ffn", "moe", "expert")) for path in paths
     ]
     return {
         "train_attn": any(attention),
-        "train_mlp": any(own and not other for own, other in zip(mlp, attention, strict=True)),
+        "train_mlp": any(m and not a for m, a in zip(mlp, attention, strict=True)),
         "train_unembed": not all(a or m for a, m in zip(attention, mlp, strict=True)),
     }
 
 
-def _too_large(most_bytes: int) -> Refused:
-    return Refused(413, f"The archive is larger than {most_bytes} bytes.", "body_too_large")
+def _archive_too_large(max_bytes: int) -> RequestRejected:
+    return RequestRejected(413, f"The archive is larger than {max_bytes} bytes.", "body_too_large")

@@ -1,11 +1,11 @@
-"""The base models that were named at start. A client can ask for these and for nothing else: no path, no other name."""
+"""The base models that the service was started with. A client can name only these: no path, no other model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tinkex.engine.contract import ModelInfo
-from tinkex.server.http.errors import Refused
+from tinkex.server.http.errors import RequestRejected
 
 
 class Catalog:
@@ -17,16 +17,17 @@ class Catalog:
 
     @property
     def names(self) -> list[str]:
-        """Every name that works, aliases too."""
+        """Every name that works, aliases included."""
         return list(self._by_name)
 
     def find(self, name: object) -> ModelInfo:
-        found = self._by_name.get(name) if isinstance(name, str) else None
-        if found is None:
-            raise Refused(
+        """Return the model of this name or alias. Raises 400 if it is not served."""
+        model = self._by_name.get(name) if isinstance(name, str) else None
+        if model is None:
+            raise RequestRejected(
                 400,
                 f"Base model {str(name)[:200]!r} is not served here. Served: {', '.join(self.names)}. "
                 "To serve another one, start `tinkex serve` with --base-model NAME.",
                 "unknown_base_model",
             )
-        return found
+        return model

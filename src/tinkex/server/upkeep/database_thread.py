@@ -1,4 +1,4 @@
-"""The store on a thread of its own, so that a slow disk or database never holds up the loop. Calls run one by one."""
+"""Runs the store on its own thread, so that a slow disk or database never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class Db:
-    """`await db(store.add_session, session)`: in order, each one a transaction."""
+    """`await db(store.add_session, session)` runs one call; calls run one at a time, in order."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-store")
 
     async def __call__(self, call: Callable[..., T], *args: object) -> T:
         loop = asyncio.get_running_loop()
-        # Shielded: a client that hangs up must not leave a half-known outcome behind.
+        # Shielded: a call goes on if its client hangs up, so that its result is never unknown.
         return await asyncio.shield(loop.run_in_executor(self._thread, call, *args))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Folders of checkpoints on the disk: all inside the data folder, whatever a row says."""
+"""Checkpoint folders on disk. A path outside the data folder is an error, whatever a row says."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ EPHEMERAL = "ephemeral"
 """checkpoints/{run}/ephemeral/{number}: the weights of samplers without a name."""
 
 
-def inside(data_dir: Path, folder: str) -> Path:
-    """The absolute path of a folder that a row names. Raises if it would lie elsewhere."""
+def resolve_inside(data_dir: Path, folder: str) -> Path:
+    """Return the absolute path of a folder that a row names. Raises if it is outside the data folder."""
     root = data_dir.resolve()
-    found = (root / folder).resolve()
-    if found == root or not found.is_relative_to(root):
+    path = (root / folder).resolve()
+    if path == root or not path.is_relative_to(root):
         raise TinkexError(f"The folder {folder!r} of a record lies outside the data folder; it is left alone.")
-    return found
+    return path
 
 
 def remove(data_dir: Path, folder: str) -> bool:
-    """Delete a folder and the parents that this empties. A folder that cannot be deleted is left to the janitor."""
+    """Delete a folder, and its parents if they are empty then. The janitor retries a folder that cannot be deleted."""
     try:
-        target = inside(data_dir, folder)
+        target = resolve_inside(data_dir, folder)
         shutil.rmtree(target)
     except FileNotFoundError:
         return False
-    except (OSError, TinkexError) as problem:
-        logger.warning("a folder could not be deleted: %s", problem)
+    except (OSError, TinkexError) as error:
+        logger.warning("a folder could not be deleted: %s", error)
         return False
     root = data_dir.resolve()
     for parent in target.parents:
@@ -47,16 +47,16 @@ def remove(data_dir: Path, folder: str) -> bool:
 
 
 def new_folder(data_dir: Path, run_id: str, kind: str, name: str) -> str:
-    """A folder that nothing uses yet, relative to the data folder; what is above it is there."""
+    """Return an unused folder name, relative to the data folder, and create its parent."""
     folder = f"checkpoints/{run_id}/{kind}/{name}"
     if (data_dir / folder).exists():
         folder = f"{folder}.{uuid4().hex[:8]}"
-    inside(data_dir, folder).parent.mkdir(parents=True, exist_ok=True)
+    resolve_inside(data_dir, folder).parent.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Checkpoint files are never written again, so a second name for the same bytes is as good as a copy."""
+    """Link a file, or copy it. A link is as good as a copy, because checkpoint files never change."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import click.testing
 import huggingface_hub
-from tinker.cli.__main__ import main_cli  # type: ignore[import-not-found]
+from tinker.cli.__main__ import main_cli
 
 from tests.compat.conformance.probes.world import KEY, World, done
 

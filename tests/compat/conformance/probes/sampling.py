@@ -43,7 +43,7 @@ def on_queue_state_change(world: World, call: Call) -> None:
         sampler.on_queue_state(lambda state, reason: heard.append(f"{state}: {reason}"))
         call(sampler, "paused_capacity", "the probe says so")
     else:
-        from tinker.lib.api_future_impl import QueueState  # type: ignore[import-not-found]
+        from tinker.lib.api_future_impl import QueueState
 
         listener = logging.Handler()
         listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]

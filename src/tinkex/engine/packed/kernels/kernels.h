@@ -1,10 +1,13 @@
 /*
- * What all kernels share: registers as vectors, the threads of the OpenMP that torch has loaded, a few formulas.
+ * What all kernels share: SIMD registers as vectors, OpenMP's threads, and a few formulas.
  *
- * `make kernels` builds all for x86-64 Linux, once for AVX2 and once for AVX-512, and what it builds is shipped: users
- * need no compiler. Elsewhere torch does the same, slower. Plain C, float32, no library.
+ * Plain C with GCC's vector extensions, float32, no library: gcc and clang build it for every target of build.py, once
+ * per variant of the processor. Elsewhere torch computes the same, more slowly.
  *
- * LANES numbers in a register; WIDE registers of a panel's columns and TILE rows at a time in a product of few rows.
+ * A variant's flags set (build.py has the numbers):
+ *   LANES       float32 numbers in a register
+ *   WIDE, TILE  a product of few rows holds the sums of TILE rows by WIDE registers of columns in registers
+ *   LORA_ROWS, LORA_RANKS  the same for the thin products of LoRA
  */
 
 #define JOIN(a, b, c) a##b##c
@@ -14,7 +17,7 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int ints __attribute__((vector_size(4 * LANES), aligned(4)));
 
-/* OpenMP, as GCC calls it; handed over once, before anything else is called. */
+/* OpenMP as GCC calls it: pointers into the library that torch has loaded. `use_threads` sets them, before any kernel. */
 #define HIDDEN __attribute__((visibility("hidden")))
 #define in_parallel NAME(in_parallel)
 #define thread_number NAME(thread_number)
@@ -25,6 +28,13 @@ extern HIDDEN int (*thread_count)(void);
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Tells the processor that this thread waits for another one. */
+#if defined(__x86_64__)
+#define wait_a_moment() __builtin_ia32_pause()
+#else
+#define wait_a_moment() __asm__ volatile("yield")
+#endif
+
 INLINE vec load(const float *from) { return *(const vec *)from; }
 INLINE void store(float *to, vec value) { *(vec *)to = value; }
 
@@ -34,11 +44,12 @@ INLINE float sum(vec value) {
     return total;
 }
 
-INLINE vec pick(ints where, vec one, vec other) { return (vec)((where & (ints)one) | (~where & (ints)other)); }
+/* Lane by lane: `a` where the mask is set, else `b`. */
+INLINE vec pick(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
 
 /* e to the power of x, to 2 units in the last place; 0 far below, infinity far above, NaN for NaN. */
 INLINE vec exponential(vec x) {
-    const float magic = 12582912.0f; /* adding it leaves no room for a fraction */
+    const float magic = 12582912.0f; /* 1.5·2^23: adding it leaves no bit for a fraction, so it rounds to a whole number */
     vec shifted = x * 1.44269504088896341f + magic, whole = shifted - magic;
     vec rest = x - whole * 0.693145751953125f - whole * 1.42860677e-6f;
     vec power = rest * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -48,27 +59,26 @@ INLINE vec exponential(vec x) {
     power = power * rest + 5.0000001201e-1f;
     power = power * rest * rest + rest + 1.0f;
     ints two = ((ints)shifted - (ints)((vec){0} + magic) + 127) << 23;
-    vec found = power * (vec)two;
-    found = pick(x < -87.0f, (vec){0}, found);
-    found = pick(x > 88.0f, (vec){0} + __builtin_inff(), found);
-    return pick(x != x, x, found);
+    vec result = power * (vec)two;
+    result = pick(x < -87.0f, (vec){0}, result);
+    result = pick(x > 88.0f, (vec){0} + __builtin_inff(), result);
+    return pick(x != x, x, result);
 }
 
-/* A head turned by its position; with the sign -1 turned back. */
-INLINE void turn(float *head, const float *cosine, const float *sine, long half, const float sign) {
+/* Rotate one head by its position (RoPE), in place; the sign -1 rotates back. */
+INLINE void rope_head(float *head, const float *cosine, const float *sine, long half, const float sign) {
     for (long at = 0; at < half; at++) {
-        const float one = head[at], other = head[half + at];
-        head[at] = one * cosine[at] - sign * other * sine[at];
-        head[half + at] = other * cosine[at] + sign * one * sine[at];
+        const float left = head[at], right = head[half + at];
+        head[at] = left * cosine[at] - sign * right * sine[at];
+        head[half + at] = right * cosine[at] + sign * left * sine[at];
     }
 }
 
-/* The inner product. */
-INLINE float dot(const float *one, const float *other, long width) {
+INLINE float dot(const float *a, const float *b, long width) {
     vec products = {0};
     long at = 0;
-    for (; at + LANES <= width; at += LANES) products += load(one + at) * load(other + at);
+    for (; at + LANES <= width; at += LANES) products += load(a + at) * load(b + at);
     float total = sum(products);
-    for (; at < width; at++) total += one[at] * other[at];
+    for (; at < width; at++) total += a[at] * b[at];
     return total;
 }

@@ -1,0 +1,221 @@
+"""One exchange with the service, without retries: headers, credential, statistics and the `request` event.
+
+Every request of the SDK goes through here: calls, polls, samples, streams, downloads, heartbeats. `attempts` repeats
+what failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from tinkex import events
+from tinkex.client._http.transport import HTTPResponse, StreamedResponse
+from tinkex.client._runtime import tracing
+from tinkex.client._runtime.link import ServiceLink
+from tinkex.errors import APIConnectionError, APIStatusError, Response, status_error
+from tinkex.wire import json_codec
+from tinkex.wire.body import Body
+from tinkex.wire.endpoints import AUTH_TOKEN, Endpoint, Pool
+
+log = logging.getLogger("tinkex.http")
+DOWNLOAD = Endpoint("download", "GET", "", Pool.TRAIN)
+"""A file at a signed address, which may be on another host: neither the key nor our headers are sent there."""
+Sent = TypeVar("Sent", HTTPResponse, StreamedResponse)
+
+
+async def send(
+    link: ServiceLink,
+    endpoint: Endpoint,
+    body: Body | None = None,
+    *,
+    path: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    key: str | None = None,
+    attempt: int = 1,
+    timeout_s: float | None = None,
+    follow: bool = True,
+    raises: bool = False,
+) -> HTTPResponse:
+    """Send once and return the response. Raises APIConnectionError if there is none.
+
+    Any status is a response; with `raises` an error status is raised as its APIStatusError.
+    """
+    request = _service_request(link, endpoint, body, path, headers, key, attempt)
+    transmit = link.transport.send if follow else functools.partial(link.transport.send, follow=False)
+    response = await request.send(transmit, timeout_s or link.config.timeout_s)
+    link.stats.received_bytes += len(response.content)
+    request.report(response.status, len(response.content))
+    if raises:
+        if response.status >= 400:
+            raise response_error(link, response, endpoint)
+        _log_deprecation(response.headers, endpoint)
+    return response
+
+
+async def open_stream(
+    link: ServiceLink,
+    endpoint: Endpoint,
+    body: Body,
+    *,
+    headers: Mapping[str, str],
+    key: str,
+    attempt: int,
+    bearer: str | None = None,
+) -> StreamedResponse:
+    """Send once and return the response before its body has come; `close` it. An error status is raised.
+
+    `bearer` is sent as OpenAI's clients send a key, in place of ours.
+    """
+    request = _service_request(link, endpoint, body, None, headers, key, attempt, bearer)
+    response = await _opened(link, request)
+    if response.status >= 400:
+        try:
+            raise response_error(link, await response.read(), endpoint)
+        finally:
+            response.close()
+    _log_deprecation(response.headers, endpoint)
+    return response
+
+
+async def open_download(link: ServiceLink, url: str, headers: dict[str, str], attempt: int) -> StreamedResponse:
+    """Send one GET to a signed address and return the response, whatever its status; `close` it."""
+    return await _opened(link, _Request(link, DOWNLOAD, url, headers, b"", attempt))
+
+
+async def _opened(link: ServiceLink, request: _Request) -> StreamedResponse:
+    response = await request.send(link.transport.open, link.config.timeout_s)
+
+    def report() -> None:
+        link.stats.received_bytes += response.received_bytes
+        request.report(response.status, response.received_bytes)
+
+    response.on_close = report
+    return response
+
+
+def _service_request(
+    link: ServiceLink,
+    endpoint: Endpoint,
+    body: Body | None,
+    path: str | None,
+    headers: Mapping[str, str] | None,
+    key: str | None,
+    attempt: int,
+    bearer: str | None = None,
+) -> _Request:
+    credential: str | None = None
+    if bearer is not None:
+        all_headers = link.base_headers | {"authorization": f"Bearer {bearer}"}
+    else:
+        credential = link.auth.key if endpoint is AUTH_TOKEN else link.auth.header
+        all_headers = link.base_headers | {"x-api-key": credential}
+    if body is not None:
+        all_headers["content-type"] = body.content_type
+        if body.content_encoding:
+            all_headers["content-encoding"] = body.content_encoding
+    if key:
+        all_headers["x-idempotency-key"] = key
+    if headers:
+        all_headers.update(headers)
+    tracing.inject(all_headers)
+    url = f"{link.config.base_url}{path or endpoint.path}"
+    return _Request(link, endpoint, url, all_headers, b"" if body is None else body.content, attempt, credential)
+
+
+class _Request:
+    """One request on its way: counted when it is made, reported when it has ended."""
+
+    __slots__ = ("_attempt", "_content", "_credential", "_endpoint", "_headers", "_link", "_started", "_url")
+
+    def __init__(
+        self,
+        link: ServiceLink,
+        endpoint: Endpoint,
+        url: str,
+        headers: dict[str, str],
+        content: bytes,
+        attempt: int,
+        credential: str | None = None,
+    ) -> None:
+        self._link = link
+        self._endpoint = endpoint
+        self._url = url
+        self._headers = headers
+        self._content = content
+        self._attempt = attempt
+        self._credential = credential
+        self._started = link.clock.now()
+        link.stats.requests += 1
+        link.stats.sent_bytes += len(content)
+
+    async def send(self, transmit: Callable[..., Awaitable[Sent]], timeout_s: float) -> Sent:
+        """Transmit; once more with a new token if the token ran out between two renewals (after a laptop's sleep)."""
+        endpoint, url, headers = self._endpoint, self._url, self._headers
+        try:
+            response = await transmit(endpoint.pool, endpoint.method, url, headers, self._content, timeout_s)
+            if response.status == 401 and await self._has_new_token():
+                if isinstance(response, StreamedResponse):
+                    response.close()
+                response = await transmit(endpoint.pool, endpoint.method, url, headers, self._content, timeout_s)
+        except APIConnectionError as error:
+            self.report(0, 0, str(error))
+            raise
+        if response.status < 500:
+            self._link.reachability.last_heard_at = self._link.clock.now()
+        return response
+
+    async def _has_new_token(self) -> bool:
+        """Whether the credential was a token that has been replaced meanwhile; the headers then have the new one."""
+        auth, used = self._link.auth, self._credential
+        # A caller's own `x-api-key` (a weights access token) is left alone, and the key itself cannot be renewed.
+        if used is None or used == auth.key or self._headers["x-api-key"] != used or not await auth.renewed(used):
+            return False
+        self._headers["x-api-key"] = auth.header
+        return True
+
+    def report(self, status: int, received_bytes: int, error: str = "") -> None:
+        """Emit the `request` event, and a log line for those who debug."""
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s %d in %.3f s", self._endpoint.name, status, self._link.clock.now() - self._started)
+        if events.wanted("request"):
+            seconds = self._link.clock.now() - self._started
+            sent_bytes = len(self._content)
+            events.emit(
+                "request",
+                events.RequestEvent(
+                    self._endpoint.name, status, self._attempt, seconds, sent_bytes, received_bytes, error
+                ),
+            )
+
+
+def response_error(link: ServiceLink, response: HTTPResponse, endpoint: Endpoint) -> APIStatusError:
+    """Return the typed error of a response. It holds neither request headers nor a key that the service repeats."""
+    content = response.content
+    config = link.config
+    for secret in {config.api_key, link.auth.header, config.cf_client_secret or ""} - {""}:
+        content = content.replace(secret.encode(), b"***")
+    content_type = response.headers.get("content-type") or ""
+    body: object = None
+    if content:
+        try:
+            body = json_codec.decode(content)
+        except ValueError:
+            body = content[:500].decode("utf-8", "replace")
+            if "html" in content_type:
+                body = f"an HTML page, probably from a proxy: {body[:120]!r}"
+    return status_error(Response(response.status, dict(response.headers.items()), endpoint.path), body)
+
+
+_logged_notes: set[str] = set()
+
+
+def _log_deprecation(headers: Mapping[str, str], endpoint: Endpoint) -> None:
+    """A service may say that a call will go away: log each such note once."""
+    note = headers.get("x-deprecation-note")
+    if note and note not in _logged_notes:
+        _logged_notes.add(note)
+        level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
+        log.log(level, "%s: the service says: %s", endpoint.name, note)

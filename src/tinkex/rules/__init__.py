@@ -1,0 +1,13 @@
+"""Every rule about values, written once: limits, what a loss takes, how metrics combine.
+
+The client checks a call before it sends it, the server before it journals it, and the engine before it computes: all
+three call the functions here, so that they agree and use the same words. No I/O, no torch, no numpy.
+
+A `check_*` function returns nothing or the checked value. It raises ValidationError with the place, the value, what is
+allowed, and the `code` that the service puts into its error response.
+
+Others import:
+    limits    names of checkpoints, optimizer settings, LoRA rank, sampling parameters, lengths and counts
+    losses    which inputs and settings every loss takes, and whether a datum has them
+    metrics   how `name:reducer` metrics of several parts combine, and the loss of a step
+"""

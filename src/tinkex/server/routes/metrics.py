@@ -1,0 +1,74 @@
+"""`GET /metrics`: the counters of the service and gauges of its present state, in the format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinkex.server.http.metrics import OTHER_TENANTS
+from tinkex.server.http.requests import service_of
+from tinkex.server.service import Service
+
+
+async def metrics(request: Request) -> Response:
+    """Return the page: without a key where no keys are in use, for any valid key otherwise."""
+    service = service_of(request)
+    tenant = await service.access.admit(request.scope["headers"])
+    service.metrics.checkpoints(*await service.db(service.store.usage))
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    page = encode(_TenantView(service.metrics.registry, tenant))
+    return Response(page, headers={"content-type": content_type})
+
+
+class _TenantView(CollectorRegistry):
+    """The metrics that one tenant may see: series that name another tenant are left out."""
+
+    def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
+        super().__init__()
+        self._registry, self._visible = registry, (tenant, OTHER_TENANTS)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            visible = [row for row in metric.samples if row.labels.get("tenant", OTHER_TENANTS) in self._visible]
+            if len(visible) < len(metric.samples):
+                metric.samples = visible
+            yield metric
+
+
+class ServiceGauges(Collector):
+    """Gauges that are read from the service at every scrape."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> list[Metric]:
+        # The registry checks names against this when it registers a collector; the values need a running service.
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        state, worker, sampling = service.engine.state, service.worker, service.sampling
+        yield GaugeMetricFamily("tinkex_engine_ready", "1 if the engine takes commands.", float(state.is_ready))
+        restarts = max(state.generation - 1, 0)
+        yield CounterMetricFamily("tinkex_engine_restarts", "How often the engine had to be started again.", restarts)
+        yield GaugeMetricFamily("tinkex_engine_rss_bytes", "Memory of the engine's process.", float(state.rss_bytes))
+        yield GaugeMetricFamily("tinkex_engine_adapters", "Adapters in the engine's memory.", len(worker.resident()))
+        yield GaugeMetricFamily("tinkex_operations_queued", "Operations not finished.", float(worker.queued))
+        yield GaugeMetricFamily("tinkex_samples_queued", "Sequences waiting to be sampled.", float(sampling.queued))
+        yield GaugeMetricFamily("tinkex_samples_running", "Sequences being sampled.", float(sampling.running))
+        by_tenant = GaugeMetricFamily(
+            "tinkex_tenant_operations_queued", "Operations not finished, by tenant.", labels=["tenant"]
+        )
+        others = worker.queued
+        for tenant in service.metrics.named_tenants:
+            waiting = worker.waiting_of(tenant)
+            others -= waiting
+            by_tenant.add_metric([tenant], waiting)
+        by_tenant.add_metric([OTHER_TENANTS], max(others, 0))
+        yield by_tenant
