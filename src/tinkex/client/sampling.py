@@ -107,6 +107,9 @@ class SamplingClient(BaseClient):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )
+        return self._start(link, request)
+
+    def _start(self, link: ServiceLink, request: SampleCall) -> APIFuture[SampleResponse]:
         operation = Operation(
             "sample",
             link.clock.now(),
@@ -115,9 +118,9 @@ class SamplingClient(BaseClient):
             session=self._session,
         )
         operation.observers = (self._observe,)
-        operation.usage = self._usage(prompt)
+        operation.usage = self._usage(request.prompt)
         if link.dialect is not None:
-            write_prompt(prompt, link.dialect)  # the long part of the body, on the caller's thread
+            write_prompt(request.prompt, link.dialect)  # the long part of the body, on the caller's thread
         link.operations.announce(operation)
         future = link.operations.run(operation, lambda: run_sample(link, operation, self._sampling, request))
         if link.dynamic.sample_cancel_enabled:

@@ -25,7 +25,7 @@ from tinkex.engine.models import registry
 from tinkex.server.app import make_app
 from tinkex.server.http import event_stream
 from tinkex.server.main import build
-from tinkex.server.sampling.sample_queue import Target
+from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.service import Service
 from tinkex.settings import ServeConfig
 from tinkex.store.store import Store
@@ -506,7 +506,7 @@ class Scripted:
         self._events = events
         self._gate = gate
 
-    async def run(self, tenant: str, target: Target, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
+    async def run(self, tenant: str, target: SampleTarget, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
         if self._gate is not None:
             await asyncio.to_thread(self._gate.wait, 10)
         for event in self._events:
