@@ -4,5 +4,4 @@ Others import:
     sample_queue      Sampling, SampleTarget, PolledSample: the queue, and what to sample from
     sample_spec       spec_of, stops_of, response_of: requests and responses
     tokenizer_cache   Tokenizers, ModelTokenizer, Detokenizer: text and tokens
-    chat_templates    ChatTemplate: messages to a prompt
 """
