@@ -1,4 +1,4 @@
-"""Rows C2–C4 and defects 7, 19, 23: one future for every waiter, which always ends, and says what it waits for."""
+"""One future for every waiter: it always ends, and says what it waits for."""
 
 from __future__ import annotations
 
@@ -394,7 +394,7 @@ def test_callbacks_run_once_each_and_one_that_raises_hurts_nobody(
     assert training.optim_step(step()).result(20) is not None
 
 
-# -- defect 23: errors from polls -------------------------------------------------------------------------------------
+# -- errors from polls -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows C6, C7 and defect 14: what a client starts it ends; a dead service or a dropped client leaves nothing behind."""
+"""What a client starts it ends; a dead service or a dropped client leaves nothing behind."""
 
 from __future__ import annotations
 

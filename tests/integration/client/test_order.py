@@ -1,4 +1,4 @@
-"""Rows C1, C2 and defects 1–3: operations arrive in the order of the calls, exactly once, and none blocks the next."""
+"""Operations arrive in the order of the calls, exactly once, and none blocks the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The REST clients over real HTTP, and defect 27 as far as the library goes. No session is opened for any of it."""
+"""The REST clients over real HTTP. No session is opened for any of it."""
 
 from __future__ import annotations
 

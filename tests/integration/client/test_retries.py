@@ -1,4 +1,4 @@
-"""Rows H3–H6 and defects 5, 10, 21, 23, 24: one retry layer, bounded and visible, that obeys what the service says."""
+"""One retry layer, bounded and visible, that obeys what the service says."""
 
 from __future__ import annotations
 

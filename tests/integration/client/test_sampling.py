@@ -1,4 +1,4 @@
-"""Rows C5, T13, H5 and defects 5, 9, 11, 22, 29: many samples, a service that says "slow down", streams, copies."""
+"""Many samples at once, a service that says "slow down", lost results, copies of a sampler."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_waiting_at_the_gate_costs_the_same_for_few_and_for_many() -> None:
         return (time.process_time() - started) / waiters
 
     few, many = (min(asyncio.run(contend(n)) for _ in range(3)) for n in (500, 8000))
-    # The official client goes from 1.1 to 12 ms per waiter between 500 and 4,000 (better.md, defect 9).
+    # The official client goes from 1.1 to 12 ms per waiter between 500 and 4,000.
     assert many < 4 * few
 
 
@@ -148,7 +148,7 @@ def test_the_byte_budget_bounds_what_is_in_flight_but_lets_one_giant_through() -
         gate.release(6)
         gate.release(1)
         await gate.acquire(1000)  # alone: admitted, however large
-        return gate.held, gate.held_bytes == 1000
+        return gate.admitted, gate.admitted_bytes == 1000
 
     assert asyncio.run(go()) == (1, True)
 
@@ -163,7 +163,7 @@ def test_a_cancelled_waiter_leaves_the_gate_as_it_was() -> None:
         await asyncio.gather(waiting, return_exceptions=True)
         gate.release()
         await asyncio.wait_for(gate.acquire(), 1)
-        return gate.held, gate.waiting
+        return gate.admitted, gate.waiting
 
     assert asyncio.run(go()) == (1, 0)
 
@@ -303,7 +303,7 @@ def test_a_service_that_tells_the_size_again_and_again_is_asked_at_a_measured_pa
         assert sampler.sample(prompt(), 1, PARAMS).result(10).sequences
         assert time.monotonic() - started > 0.1
         answers = client._session.link().limiter.results
-        assert (answers.held, answers.held_bytes) == (0, 0)
+        assert (answers.admitted, answers.admitted_bytes) == (0, 0)
 
 
 def test_the_time_an_announced_answer_took_to_fetch_is_told_apart(connect: Connect) -> None:

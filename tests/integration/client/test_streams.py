@@ -157,7 +157,7 @@ def test_a_rate_limited_stream_slows_all_samplers_down_and_does_not_fail(
     assert time.monotonic() - started >= 0.3
     assert sampler.stats()["rate_limited"] == 1
     limiter = sampler._session.link().limiter
-    assert (limiter.dispatch.held, limiter.dispatch.held_bytes, limiter.samples.held) == (0, 0, 0)
+    assert (limiter.dispatch.admitted, limiter.dispatch.admitted_bytes, limiter.samples.admitted) == (0, 0, 0)
 
 
 def test_a_stream_the_service_rejects_is_not_sent_again(
@@ -201,7 +201,7 @@ def test_an_abandoned_stream_is_cancelled(sampler: tinkex.SamplingClient, heard:
     assert [(event.operation, event.ok, event.error) for event in heard["step"]] == [("stream", False, "ClosedError")]
     link = sampler._session.link()
     assert not link.operations.in_flight
-    assert link.limiter.samples.held == 0
+    assert link.limiter.samples.admitted == 0
 
 
 def test_a_reader_that_is_cancelled_ends_the_stream(

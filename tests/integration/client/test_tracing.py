@@ -1,4 +1,4 @@
-"""Row O2 and OpenTelemetry: the caller's context travels with its operations, and nothing else does."""
+"""OpenTelemetry and log context: the caller's context travels with its operations, and nothing else does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row H1 and the wire itself: pools kept apart, connections used again and lost, every framing of an answer."""
+"""The wire itself: pools kept apart, connections used again and lost, every framing of an answer."""
 
 from __future__ import annotations
 

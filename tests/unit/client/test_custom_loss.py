@@ -1,4 +1,4 @@
-"""A loss of the caller's own, in torch, has the gradient it would have with the model at hand. better.md 19, §2 E."""
+"""A custom loss in torch has the gradient that it would have with the model at hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The retry curve, Retry-After and the pace of polls. Row H3, H5; better.md 10, 21."""
+"""The retry curve, Retry-After and the pace of polls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokenizer, from where, and what it does with a text. Row O4, O5; decisions.md client 9."""
+"""Tokenizers: which one a model needs, where it comes from, and what it does with a text."""
 
 from __future__ import annotations
 

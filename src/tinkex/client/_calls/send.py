@@ -86,10 +86,10 @@ async def read_events(response: StreamedResponse) -> AsyncIterator[sse.Event]:
 
 async def open_download(link: ServiceLink, url: str, headers: dict[str, str], attempt: int) -> StreamedResponse:
     """Send one GET to a signed address and return the response, whatever its status; `close` it."""
-    return await _opened(link, _Request(link, DOWNLOAD, url, headers, b"", attempt))
+    return await _opened(link, OutgoingRequest(link, DOWNLOAD, url, headers, b"", attempt))
 
 
-async def _opened(link: ServiceLink, request: _Request) -> StreamedResponse:
+async def _opened(link: ServiceLink, request: OutgoingRequest) -> StreamedResponse:
     response = await request.send(link.transport.open, link.config.timeout_s)
 
     def report() -> None:
@@ -109,7 +109,7 @@ def _service_request(
     key: str | None,
     attempt: int,
     bearer: str | None = None,
-) -> _Request:
+) -> OutgoingRequest:
     credential: str | None = None
     if bearer is not None:
         all_headers = link.base_headers | {"authorization": f"Bearer {bearer}"}
@@ -126,10 +126,10 @@ def _service_request(
         all_headers.update(headers)
     tracing.inject(all_headers)
     url = f"{link.config.base_url}{path or endpoint.path}"
-    return _Request(link, endpoint, url, all_headers, b"" if body is None else body.content, attempt, credential)
+    return OutgoingRequest(link, endpoint, url, all_headers, b"" if body is None else body.content, attempt, credential)
 
 
-class _Request:
+class OutgoingRequest:
     """One request on its way: counted when it is made, reported when it has ended."""
 
     __slots__ = ("_attempt", "_content", "_credential", "_endpoint", "_headers", "_link", "_started", "_url")
