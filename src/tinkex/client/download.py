@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "download", "download_checkpoint"]
 
 Progress = DownloadProgress
-"""The name under which the documents have it."""
+"""How much of a file has been fetched: `file`, `done_bytes`, and `total_bytes` (None if the service does not say)."""
 
 LONGEST_S = 7 * 86400.0
 """A download that moves may take as long as it takes; one that does not move fails much sooner."""
