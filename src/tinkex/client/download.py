@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "download", "download_checkpoint"]
 
 Progress = DownloadProgress
-"""The name under which the documents have it."""
+"""How much of a file has been fetched: `file`, `done_bytes`, and `total_bytes` (None if the service does not say)."""
 
 LONGEST_S = 7 * 86400.0
 """A download that moves may take as long as it takes; one that does not move fails much sooner."""
@@ -56,18 +56,18 @@ def download_checkpoint(
     """
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
     link = rest_client._session.link()
-    operation = _Download("download_checkpoint", link.clock.now(), session=rest_client._session)
+    operation = DownloadOperation("download_checkpoint", link.clock.now(), session=rest_client._session)
 
     def watch(step: DownloadProgress) -> None:
         operation.latest = step
         if progress is not None:
             progress(step)
 
-    job = _Job(rest_client, link, parsed, Path(folder), watch, keep_archive)
+    job = CheckpointDownload(rest_client, link, parsed, Path(folder), watch, keep_archive)
     return link.operations.run(operation, job.run, LONGEST_S)
 
 
-class _Download(Operation):
+class DownloadOperation(Operation):
     """Says in its waiting line how far it has come."""
 
     __slots__ = ("latest",)
@@ -81,7 +81,7 @@ class _Download(Operation):
         return f"waiting {now - self.created_at:.0f} s for {self.name}: {step.file}, {step.done_bytes:,}{of} bytes"
 
 
-class _Job:
+class CheckpointDownload:
     """One download. Loop thread."""
 
     def __init__(

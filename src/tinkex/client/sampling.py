@@ -96,17 +96,9 @@ class SamplingClient(BaseClient):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
         request = SampleCall(
-            prompt=prompt,
-            num_samples=num_samples,
-            params=params,
-            prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=target_prompt_logprobs,
-            prompt_alt_tokens_k=prompt_alt_tokens_k,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
-            record_stability_info=self._record_stability_info,
-        )
+            prompt, num_samples, params, include_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs,
+            target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n, self._record_stability_info,
+        )  # fmt: skip
         return self._start(link, request)
 
     def _start(self, link: ServiceLink, request: SampleCall) -> APIFuture[SampleResponse]:
