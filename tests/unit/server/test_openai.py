@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint, asked with the `openai` package over HTTP, with the real engine on the tiny model."""
+"""The OpenAI-compatible API, used with the `openai` package over HTTP, with the real engine on the tiny model."""
 
 from __future__ import annotations
 

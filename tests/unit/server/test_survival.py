@@ -1,4 +1,4 @@
-"""Stops, deaths and full disks: nothing is lost, nothing runs twice, nobody pays for another's operation."""
+"""Stops, crashes and full disks: no operation is lost, none runs twice, and none fails because of another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def poll(service: Service, request_id: str, tenant: str = "t") -> Response
 
 
 @scenario
-async def test_who_polls_while_the_service_stops_is_told_to_wait_and_not_that_the_operation_is_unknown(
+async def test_a_poll_while_the_service_stops_gets_try_again_and_not_404(
     tmp_path: Path,
 ) -> None:
     engine = FakeEngine()
@@ -56,7 +56,7 @@ async def test_who_polls_while_the_service_stops_is_told_to_wait_and_not_that_th
 
 
 @scenario
-async def test_a_result_that_expired_is_410_for_its_tenant_and_unknown_to_others(tmp_path: Path) -> None:
+async def test_an_expired_result_is_410_for_its_tenant_and_404_for_others(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         lane = await new_lane(service)
         row = OperationRecord(
@@ -82,7 +82,7 @@ class Slow(FakeEngine):
 
 
 @scenario
-async def test_an_operation_that_keeps_killing_the_engine_takes_no_other_tenants_operation_with_it(
+async def test_an_operation_that_keeps_killing_the_engine_fails_alone(
     tmp_path: Path,
 ) -> None:
     engine = Slow()
@@ -100,7 +100,7 @@ async def test_an_operation_that_keeps_killing_the_engine_takes_no_other_tenants
 
 
 @scenario
-async def test_one_that_came_too_late_just_before_a_crash_fails_after_the_restart(tmp_path: Path) -> None:
+async def test_an_operation_that_came_too_late_before_a_crash_fails_after_the_restart(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         lane = await new_lane(service)
         await done(service, await step(service, lane, 2, 2.0))
@@ -119,7 +119,7 @@ async def test_one_that_came_too_late_just_before_a_crash_fails_after_the_restar
 
 
 @scenario
-async def test_a_load_that_cannot_be_kept_fails_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+async def test_a_load_that_cannot_be_stored_fails_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
         lane = await new_lane(service)
@@ -151,7 +151,7 @@ async def test_two_operations_without_a_number_are_two_operations(tmp_path: Path
 
 
 @scenario
-async def test_a_retry_of_an_operation_that_the_lane_forgot_is_found_in_the_journal(tmp_path: Path) -> None:
+async def test_a_retry_of_a_forgotten_operation_is_found_in_the_journal(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
         lane = await new_lane(service)
@@ -166,7 +166,7 @@ async def test_a_retry_of_an_operation_that_the_lane_forgot_is_found_in_the_jour
 
 
 @scenario
-async def test_a_samplers_number_that_is_taken_by_another_model_is_refused(tmp_path: Path) -> None:
+async def test_a_samplers_number_that_another_model_uses_is_rejected(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         lane = await new_lane(service)
         options = {"sampling_session_seq_id": 4}
@@ -202,7 +202,7 @@ async def test_operations_wait_for_a_base_model_that_the_restarted_service_does_
 
 
 @scenario
-async def test_a_result_that_the_store_will_not_have_fails_and_the_engine_forgets_what_it_did(tmp_path: Path) -> None:
+async def test_an_operation_whose_result_cannot_be_stored_fails_and_its_adapter_is_dropped(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
         lane = await new_lane(service)
