@@ -57,7 +57,7 @@ def servers_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_demo_trains_draws_its_curve_saves_the_adapter_and_says_what_to_do_next(tmp_path: Path) -> None:
+def test_the_demo_trains_draws_its_curve_saves_the_adapter_and_prints_next_steps(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     said = run(folder, "--steps", "3")
     assert "3 steps of 8 examples" in said and "loss per token" in said
@@ -70,7 +70,7 @@ def test_the_demo_trains_draws_its_curve_saves_the_adapter_and_says_what_to_do_n
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on_with_the_same_run(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing_running_and_the_next_start_resumes_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     interrupted(folder, "step ", "--steps", "60")
     assert not servers_of(folder)
@@ -81,7 +81,7 @@ def test_ctrl_c_leaves_nothing_running_and_the_next_run_goes_on_with_the_same_ru
 
 
 @pytest.mark.full
-def test_the_second_demo_learns_by_reward_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+def test_the_second_demo_learns_by_reward_and_resumes_after_ctrl_c(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     interrupted(folder, "step ", "--rl", "--steps", "40")
     said = run(folder, "--rl", "--steps", "40")
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
         supervised.run(Stage(tmp_path / "file" / "demo", "tinkex/tiny", 0, 1))
 
 
-def test_a_memory_of_other_settings_or_of_another_release_is_not_used(tmp_path: Path) -> None:
+def test_saved_progress_of_other_settings_or_releases_is_not_used(tmp_path: Path) -> None:
     first = Stage(tmp_path, "tinkex/tiny", 0, 5)
     first.memory.run_id = "r"
     first.remember()
@@ -115,7 +115,7 @@ def test_a_memory_of_other_settings_or_of_another_release_is_not_used(tmp_path: 
 
 
 @pytest.mark.full
-def test_smollm2_learns_orders_it_has_never_seen(tmp_path: Path) -> None:
+def test_smollm2_generalises_to_unseen_orders(tmp_path: Path) -> None:
     before, after = supervised.run(Stage(tmp_path, "smollm2-135m", 0, supervised.STEPS))
     assert before <= 0.1 * supervised.EXAM and after >= 0.8 * supervised.EXAM
 

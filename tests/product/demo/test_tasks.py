@@ -13,7 +13,7 @@ def test_the_exam_has_no_name_city_or_item_of_the_examples() -> None:
         assert not {order.wanted["name"], order.wanted["city"], order.wanted["item"]} & seen
 
 
-def test_an_example_has_one_number_and_its_order_tells_all_it_wants() -> None:
+def test_an_example_has_one_number_and_its_order_has_all_wanted_values() -> None:
     assert orders.example(0, 7) == orders.example(0, 7) != orders.example(1, 7)
     for order in (*orders.held_out(20), *(orders.example(0, number) for number in range(50))):
         assert all(str(value) in order.text for value in order.wanted.values())
@@ -45,6 +45,6 @@ def test_one_word_earns_all_points_more_words_half_and_another_word_none(answer:
     assert opposites.reward(answer, "cold") == points
 
 
-def test_every_step_asks_other_questions_and_the_same_step_the_same() -> None:
+def test_every_step_has_its_own_questions_and_repeats_them() -> None:
     assert opposites.questions(0, 1, 8) == opposites.questions(0, 1, 8) != opposites.questions(0, 2, 8)
     assert len(set(opposites.questions(3, 5, 8))) == 8

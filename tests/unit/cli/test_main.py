@@ -52,7 +52,7 @@ FIRST = ["demo", "serve", "console", "chat", "doctor"]
 """What somebody new needs, in this order."""
 
 
-def test_the_installed_command_tells_its_version() -> None:
+def test_the_installed_command_prints_its_version() -> None:
     command = Path(sys.executable).with_name("tinkex")
     done = subprocess.run([command, "version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"tinkex {tinkex.__version__} (protocol 0.36.0")
