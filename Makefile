@@ -7,7 +7,7 @@ LOCAL := $(VENV)/.local
 KERNELS := src/tinkex/engine/packed/kernels
 INPUTS := pyproject.toml constraints.txt pins.txt hatch_build.py $(KERNELS)/build.py $(wildcard $(KERNELS)/*.[ch])
 
-.PHONY: help demo prepare prepare-full test test-full check format docs site bench conformance compatibility pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full test test-full coverage check format docs site bench conformance compatibility pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -31,11 +31,15 @@ prepare-full: $(READY)  ## the same for the long tests: all official clients and
 	@$(BIN)/python -m tests.prepare --full
 
 test: prepare  ## all tests that fit into a few minutes
-	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile --cov --cov-report=
 	$(BIN)/python -m pytest -m "timing and not full"  # one after the other: what they measure is not each other
 
 test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
+
+coverage: test  ## the lines that make test does not reach, also as pages in build/coverage
+	$(BIN)/coverage html --quiet --directory build/coverage
+	$(BIN)/coverage report --show-missing
 
 check: $(READY)  ## formatting, lint, spelling, types of the package, the tests and the examples
 	$(BIN)/ruff format --check .
@@ -96,4 +100,4 @@ golden: $(READY)  ## record the official clients' requests anew
 	$(BIN)/python tests/compat/golden/record.py
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache dist build
+	rm -rf $(VENV) site .coverage .pytest_cache .mypy_cache .ruff_cache dist build
