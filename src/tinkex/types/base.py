@@ -40,6 +40,8 @@ def field(*, default_factory: Callable[[], Any] | None = None, init: bool = True
 class ValueType(type):
     """Turns the annotations of a class body into slots and remembers the defaults.
 
+    Every annotation is a field unless it begins with an underscore; a field's name is lower-case.
+
     `kw_only=False` lets the constructor take the fields by position too; `tag=("event", "SESSION_END")` names the field
     and the word by which a union of values finds this class (by default its `type` field).
     """
@@ -53,7 +55,9 @@ class ValueType(type):
         kw_only: bool = True,
         tag: tuple[str, str] | None = None,
     ) -> ValueType:
-        own = [name for name in space.get("__annotations__", {}) if not name.startswith("_") and name.islower()]
+        own = [field for field in space.get("__annotations__", {}) if not field.startswith("_")]
+        if wrong := [field for field in own if not field.islower()]:
+            raise TypeError(f"{name}.{wrong[0]}: a field's name is lower-case; other annotations begin with _.")
         defaults: dict[str, Any] = {}
         for base in reversed(bases):
             defaults |= getattr(base, "_defaults", {})
