@@ -81,7 +81,7 @@ def values(cls: type[Value]) -> st.SearchStrategy[Any]:
 
 CLASSES = [
     cls
-    for name in sorted(types.__all__)
+    for name in sorted(vars(types)["__all__"])
     if isinstance(cls := getattr(types, name), type) and issubclass(cls, Value) and name not in OF_THEIR_OWN
 ]
 
@@ -110,5 +110,6 @@ def test_optimizers_of_two_kinds_differ() -> None:
 
 def test_a_field_with_a_capital_is_rejected_where_the_class_is_made() -> None:
     """It used to vanish in silence: `topK` was no field, and no constructor took it."""
+    metaclass: Any = type(Value)
     with pytest.raises(TypeError, match=r"Wrong\.topK: a field's name is lower-case"):
-        type(Value)("Wrong", (Value,), {"__annotations__": {"topK": "int"}, "__module__": __name__})
+        metaclass("Wrong", (Value,), {"__annotations__": {"topK": "int"}, "__module__": __name__})
