@@ -13,7 +13,6 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tinkex.client._files.archive import safe_path, unpack
 from tinkex.client._files.fetch import DownloadPart, DownloadProgress, Watcher, download
@@ -21,11 +20,10 @@ from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.future import APIFuture
+from tinkex.client.rest import RestClient
+from tinkex.client.service import ServiceClient
 from tinkex.errors import APIStatusError, NotFoundError, TinkexError
 from tinkex.types import ParsedCheckpointTinkerPath
-
-if TYPE_CHECKING:
-    from tinkex.client.rest import RestClient
 
 __all__ = ["Progress", "download", "download_checkpoint"]
 
@@ -162,8 +160,6 @@ class CheckpointDownload:
 
     async def _export(self) -> list[Path]:
         """Have the service write the files: load the weights into a new run, export it, fetch, delete the export."""
-        from tinkex.client.service import ServiceClient
-
         path = self._parsed.tinker_path
         if self._parsed.checkpoint_type != "training":
             raise TinkexError(
