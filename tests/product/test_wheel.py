@@ -1,4 +1,4 @@
-"""What users install: the wheel, in an environment that has nothing else, away from the source tree."""
+"""The wheel works as users install it: in an environment with nothing else, away from the source tree."""
 
 from __future__ import annotations
 
