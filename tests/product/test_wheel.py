@@ -1,4 +1,4 @@
-"""What users install: the wheel, in an environment with its declared dependencies alone, away from the source tree.
+"""The wheel works as users install it: with its declared dependencies alone, away from the source tree.
 
 No network: the wheel is built with the hatchling of this environment, and the dependencies are copied from it.
 """

@@ -1,4 +1,4 @@
-"""What the cookbook relies on beyond names: the behaviours of the official clients that its code would notice missing.
+"""Behaviours of the official clients, beyond names, that tinker-cookbook's code relies on.
 
 Each runs through the alias, against a scripted service.
 """

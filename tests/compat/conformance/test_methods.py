@@ -1,4 +1,4 @@
-"""The page that says which methods work is what a real service does with them."""
+"""docs/compatibility.md says of every method what a real service does with it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What an official client accepts, ours accepts, and reads the same from it. The canned answers and the outcomes were
-recorded from the real packages; where we say no, or something else, on purpose, the reason stands here."""
+"""Responses that an official client accepts are accepted by ours, which reads the same from them.
+
+The canned responses and the outcomes were recorded from the real packages. Where ours differs on purpose, the reason is
+in the tables below.
+"""
 
 from __future__ import annotations
 

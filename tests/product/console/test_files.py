@@ -1,4 +1,4 @@
-"""The console's files over plain HTTP: what is answered to whom, and what they may not hold."""
+"""The console's files over plain HTTP: who gets which response, and what they must not contain."""
 
 from __future__ import annotations
 

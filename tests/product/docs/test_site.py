@@ -1,4 +1,4 @@
-"""The documents become a static site: whole, closed in itself, every link alive. A dead one stops the build."""
+"""The documents build into a static site with every page and no dead link; a dead one stops the build."""
 
 from __future__ import annotations
 
