@@ -201,9 +201,9 @@ def _key_from(command: str | None) -> str:
 
     try:
         done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as problem:
+    except (OSError, subprocess.SubprocessError) as error:
         # The command line may hold a secret: name the kind of failure only.
-        raise ConfigError(f"TINKER_CREDENTIAL_CMD failed ({type(problem).__name__}).") from None
+        raise ConfigError(f"TINKER_CREDENTIAL_CMD failed ({type(error).__name__}).") from None
     return done.stdout.strip()
 
 

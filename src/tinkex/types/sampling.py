@@ -30,7 +30,7 @@ def parse_stop_reason(word: object) -> StopReason:
 
 
 class SamplingParams(Value):
-    """How to sample. None means that the service decides; a service that lacks one of the last four refuses it."""
+    """How to sample. None means that the service decides; a service that lacks one of the last four rejects it."""
 
     max_tokens: int | None = None
     seed: int | None = None

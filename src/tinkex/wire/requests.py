@@ -1,4 +1,4 @@
-"""A request → the bytes of its body: one function per request, and `request` for any request value as it was made.
+"""Makes the body of every request: one function per request, and `request` for any request value as it was made.
 
 The bytes are those of the official clients: 0.4.1 for Dialect.JSON, 0.36.0 for Dialect.PROTO, keys in the same order
 (golden recordings pin this). The rules are in `Dialect`; these fields have quirks of their own:

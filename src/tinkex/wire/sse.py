@@ -84,7 +84,7 @@ class SSEDecoder:
 
 
 def encode(event: str, data: str | bytes) -> bytes:
-    """One event as bytes. Line ends inside `data` come out as LF at the other side, whatever they were."""
+    """One event as bytes. Line ends inside `data` come out as LF at the other side, whatever they were here."""
     if _LINE_END.search(event):
         raise ValueError(f"an event's name is one line, got {event!r}")
     text = data.decode() if isinstance(data, bytes) else data

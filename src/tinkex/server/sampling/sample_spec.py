@@ -1,4 +1,4 @@
-"""A sampling request in the engine's words, and the engine's answer in the client's. Pure; refuses what cannot be."""
+"""Translates a sampling request for the engine, and the engine's result for the client. Pure; checks every number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tinkex.types.topk import TopkList, TopkLogprobs
 
 
 def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False) -> SampleSpec:
-    """What the engine is asked for. Every number is checked: it is a stranger's."""
+    """Return the engine's specification of a request. Raises ValidationError or Refused for what cannot be served."""
     params, info = request.sampling_params, target.info
     check_text(request.prompt, info, "prompt")
     if request.record_stability_info:
@@ -117,7 +117,7 @@ def _targets(tensor: TensorData | None, info: ModelInfo) -> tuple[tuple[int, ...
 
 
 def response_of(found: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
-    """The engine's answer as the client reads it."""
+    """Return the engine's result as the client reads it."""
     sequences = [
         SampledSequence.from_buffers(
             row.stop_reason,

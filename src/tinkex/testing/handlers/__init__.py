@@ -1,1 +1,1 @@
-"""What the scripted service responds to each endpoint."""
+"""The endpoints of the scripted service, one method each. Only `testing` imports them."""
