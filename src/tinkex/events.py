@@ -125,7 +125,7 @@ def on(event: str, listener: Callable[[Any], object]) -> Callable[[], None]:
 
     def stop() -> None:
         with _changing:
-            _listeners[event] = tuple(kept for kept in _listeners[event] if kept is not listener)
+            _listeners[event] = tuple(entry for entry in _listeners[event] if entry is not listener)
 
     return stop
 

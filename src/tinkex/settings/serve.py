@@ -101,8 +101,8 @@ def write_private_file(file: Path, config: ServeConfig) -> None:
 def private_environment(file: Path) -> dict[str, str]:
     """This process's environment for a service that takes its settings from `file` and from nowhere else."""
     variables = {setting.variable for setting in SERVE}
-    kept = {name: value for name, value in os.environ.items() if name not in variables}
-    return {**kept, "TINKEX_CONFIG": str(file)}
+    inherited = {name: value for name, value in os.environ.items() if name not in variables}
+    return {**inherited, "TINKEX_CONFIG": str(file)}
 
 
 def is_loopback_host(host: str) -> bool:
@@ -122,8 +122,8 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"The keys file {path} cannot be read: {reason}.") from None
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
         raise ConfigError(f"The keys file {path} holds no key. Write one per line; `tinkex key create` makes some.")
     for line_number, line in enumerate(lines, 1):
         if line and not line.startswith("#"):
@@ -131,7 +131,7 @@ def _keys_in(path: Path) -> tuple[str, ...]:
                 _keys(line)
             except ValueError as error:
                 raise ConfigError(f"The keys file {path}, line {line_number}: must be {error}.") from None
-    return tuple(found)
+    return tuple(keys)
 
 
 # -- how values are read: text from a flag or a variable, or a plain value from the file or a caller -----------------

@@ -208,12 +208,12 @@ class Value(metaclass=ValueType):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields changed; the changed fields are checked again."""
-        kept = {field: getattr(self, field) for field in self._given}
+        fields = {field: getattr(self, field) for field in self._given}
         if deep:
             import copy
 
-            kept = copy.deepcopy(kept)
-        return type(self)(**{**kept, **(update or {})})
+            fields = copy.deepcopy(fields)
+        return type(self)(**{**fields, **(update or {})})
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(

@@ -176,13 +176,17 @@ _SCALARS: dict[Any, Coercer] = {
 }
 
 
-def _literal(words: tuple[Any, ...]) -> Coercer:
+def _literal(choices: tuple[Any, ...]) -> Coercer:
     def check(value: Any) -> Any:
-        for word in words:
-            # True == 1 in Python, but nobody means the one by the other.
-            if isinstance(value, type(word)) and isinstance(value, bool) == isinstance(word, bool) and value == word:
-                return word
-        raise Mismatch(f"expected one of {', '.join(map(repr, words))}, got {describe(value)}")
+        for choice in choices:
+            # True == 1 in Python, but neither is meant by the other.
+            if (
+                isinstance(value, type(choice))
+                and isinstance(value, bool) == isinstance(choice, bool)
+                and value == choice
+            ):
+                return choice
+        raise Mismatch(f"expected one of {', '.join(map(repr, choices))}, got {describe(value)}")
 
     return check
 

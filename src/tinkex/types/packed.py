@@ -186,18 +186,18 @@ def _pack_array(array: Any, dtype: TensorDtype | None) -> Packed:
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype("<f4" if dtype == "float32" else "<i8")
     if dtype == "float32" and array.dtype.itemsize > 4 and kind == "f":
-        _refuse(np, array, np.isinf(cast) & ~np.isinf(array), "is beyond the range of float32")
+        _reject_where(np, array, np.isinf(cast) & ~np.isinf(array), "is beyond the range of float32")
     if dtype == "int64" and kind == "f":
-        _refuse(np, array, cast != array, "is not a whole number, as int64 needs")
+        _reject_where(np, array, cast != array, "is not a whole number, as int64 needs")
     if dtype == "int64" and kind == "u" and array.dtype.itemsize == 8:
-        _refuse(np, array, cast < 0, "does not fit int64")
+        _reject_where(np, array, cast < 0, "does not fit int64")
     return Packed(cast.tobytes(), dtype, shape)
 
 
-def _refuse(np: Any, array: Any, wrong: Any, reason: str) -> None:
+def _reject_where(np: Any, array: Any, wrong: Any, reason: str) -> None:
     if wrong.any():
-        place = np.unravel_index(int(wrong.argmax()), array.shape)
-        raise Mismatch(f"{array[place]} {reason}", "".join(f"[{index}]" for index in place))
+        position = np.unravel_index(int(wrong.argmax()), array.shape)
+        raise Mismatch(f"{array[position]} {reason}", "".join(f"[{index}]" for index in position))
 
 
 def numpy_for(what: str) -> Any:

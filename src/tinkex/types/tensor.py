@@ -176,8 +176,8 @@ class TensorData(Value, kw_only=False):
         rows = [[pad] * self.shape[1] for _ in range(self.shape[0])]
         bounds = self.sparse_crow_indices
         for row, start, stop in zip(rows, bounds, bounds[1:], strict=False):
-            for place in range(start, stop):
-                row[self.sparse_col_indices[place]] = self.data[place]
+            for position in range(start, stop):
+                row[self.sparse_col_indices[position]] = self.data[position]
         return rows
 
     def __len__(self) -> int:
@@ -216,12 +216,12 @@ _LIST_OF_INTS = coercer(list[int])
 def _whole(name: str, values: Any) -> list[int] | None:
     """Return extents or indices, which may come from any client: whole numbers that fit 64 bits."""
     try:
-        found: list[int] | None = None if values is None else _LIST_OF_INTS(values)
+        numbers: list[int] | None = None if values is None else _LIST_OF_INTS(values)
     except Mismatch as error:
         raise ValidationError(f"TensorData.{name}{error.place}: {error.reason}") from None
-    if found and not -(2**63) <= min(found) <= max(found) < 2**63:
+    if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**63:
         raise ValidationError(f"TensorData.{name}: a number does not fit 64 bits")
-    return found
+    return numbers
 
 
 _FLAT = frozenset(("data", "dtype"))

@@ -39,7 +39,7 @@ class Endpoint(NamedTuple):
         """The path with its placeholders filled. Ids that consist of segments (`weights/0001`) keep their slashes."""
         if parts.keys() != set(_PLACEHOLDER.findall(self.path)):
             raise TypeError(f"{self.name} needs exactly {_PLACEHOLDER.findall(self.path)}, got {sorted(parts)}")
-        return _PLACEHOLDER.sub(lambda found: _quoted(found[1], parts[found[1]]), self.path)
+        return _PLACEHOLDER.sub(lambda match: _quoted(match[1], parts[match[1]]), self.path)
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")

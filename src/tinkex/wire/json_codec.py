@@ -27,21 +27,21 @@ def encode(obj: Any, *, is_finite: bool = False) -> bytes:
         raise ValidationError(f"This cannot be sent as JSON: {error}.") from None
     # orjson writes a NaN as null, silently; only a body with a null in it can hide one.
     if not is_finite and b"null" in content:
-        refuse_non_finite(obj)
+        reject_non_finite(obj)
     return content
 
 
-def refuse_non_finite(obj: Any, place: str = "") -> None:
-    """Raise ValidationError with the place of the first NaN or infinity."""
+def reject_non_finite(obj: Any, where: str = "") -> None:
+    """Raise ValidationError with the where of the first NaN or infinity."""
     if isinstance(obj, float):
         if not math.isfinite(obj):
-            raise ValidationError(f"{place.removeprefix('.') or 'The value'} is {obj}, which JSON cannot carry.")
+            raise ValidationError(f"{where.removeprefix('.') or 'The value'} is {obj}, which JSON cannot carry.")
     elif isinstance(obj, dict):
         for name, entry in obj.items():
-            refuse_non_finite(entry, f"{place}.{name}")
+            reject_non_finite(entry, f"{where}.{name}")
     elif isinstance(obj, (list, tuple)):
         for index, entry in enumerate(obj):
-            refuse_non_finite(entry, f"{place}[{index}]")
+            reject_non_finite(entry, f"{where}[{index}]")
 
 
 def decode(content: bytes) -> Any:

@@ -116,7 +116,7 @@ def _targets(tensor: TensorData | None, info: ModelInfo) -> tuple[tuple[int, ...
     return tuple(tuple(map(int, values[bounds[row] : bounds[row + 1]])) for row in range(shape[0]))
 
 
-def response_of(found: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
+def response_of(sampled: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
     """Return the engine's result as the client reads it."""
     sequences = [
         SampledSequence.from_buffers(
@@ -126,29 +126,29 @@ def response_of(found: Sampled, layout: TensorData | None, sequence_ids: Sequenc
             name,
             None if row.topk is None else TopkLogprobs.from_lists(list(row.topk)),
         )
-        for row, name in zip(found.sequences, sequence_ids, strict=True)
+        for row, name in zip(sampled.sequences, sequence_ids, strict=True)
     ]
-    topk: TopkList | None = found.topk_prompt
+    topk: TopkList | None = sampled.topk_prompt
     return SampleResponse.from_buffers(
         sequences,
-        None if found.prompt_logprobs is None else pack_prompt_logprobs(found.prompt_logprobs),
+        None if sampled.prompt_logprobs is None else pack_prompt_logprobs(sampled.prompt_logprobs),
         None if topk is None else TopkLogprobs.from_lists(topk),
-        _target_tensor(found, layout),
-        found.cache_hit_tokens,
-        _alternatives(found),
+        _target_tensor(sampled, layout),
+        sampled.cache_hit_tokens,
+        _alternatives(sampled),
     )
 
 
-def _target_tensor(found: Sampled, layout: TensorData | None) -> TensorData | None:
-    if found.targets is None or layout is None:
+def _target_tensor(sampled: Sampled, layout: TensorData | None) -> TensorData | None:
+    if sampled.targets is None or layout is None:
         return None
-    flat = pack_floats([value for row in found.targets for value in row])
+    flat = pack_floats([value for row in sampled.targets for value in row])
     crow, col = layout.sparse_crow_indices, layout.sparse_col_indices
     return TensorData.from_buffer(flat, "float32", layout.shape, crow, col)
 
 
-def _alternatives(found: Sampled) -> PromptAltTokens | None:
-    rows = found.alternatives
+def _alternatives(sampled: Sampled) -> PromptAltTokens | None:
+    rows = sampled.alternatives
     if rows is None:
         return None
     shape = [len(rows), len(rows[0]) if rows else 0]
