@@ -18,12 +18,12 @@ from tinkex.types.coerce import Coercer, Mismatch, coercer, describe
 
 REQUIRED: Any = object()
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
-"""The default of an argument that tells "not passed" from "passed as None"."""
+"""The default of an argument, to distinguish "not passed" from "passed as None"."""
 _SECRETS = frozenset(("jwt", "weights_access_token"))
 
 
 class Fresh:
-    """A default that is made anew for each value, so that no two values share a list."""
+    """A default that is made for each value, so that no two values share a list."""
 
     __slots__ = ("make",)
 
@@ -32,7 +32,7 @@ class Fresh:
 
 
 def field(*, default_factory: Callable[[], Any] | None = None, init: bool = True) -> Any:
-    """A field whose default is made anew, or (`init=False`, for type checkers) one that no constructor takes."""
+    """Declare a field whose default is made for each value, or (`init=False`) one that no constructor takes."""
     return Fresh(default_factory) if default_factory is not None else REQUIRED
 
 
@@ -76,7 +76,7 @@ class ValueType(type):
 
 
 class Value(metaclass=ValueType):
-    """A frozen record. Unknown field names are refused in a constructor and ignored by `model_validate`."""
+    """A frozen record. Unknown field names are rejected in a constructor and ignored by `model_validate`."""
 
     __slots__ = ("_given",)
     _defaults: ClassVar[dict[str, Any]]
@@ -109,8 +109,8 @@ class Value(metaclass=ValueType):
             if field in given:
                 try:
                     put(self, field, coercers[field](given[field]))
-                except Mismatch as problem:
-                    raise ValidationError(f"{cls.__name__}.{field}{problem.place}: {problem.reason}") from None
+                except Mismatch as error:
+                    raise ValidationError(f"{cls.__name__}.{field}{error.place}: {error.reason}") from None
             elif default is REQUIRED:
                 raise ValidationError(f"{cls.__name__} needs {field!r}. {_usage(cls)}")
             else:
@@ -132,8 +132,8 @@ class Value(metaclass=ValueType):
         if isinstance(value, Mapping):
             try:
                 return cls.model_validate(value)
-            except ValidationError as problem:
-                raise Mismatch(str(problem)) from None
+            except ValidationError as error:
+                raise Mismatch(str(error)) from None
         raise Mismatch(f"expected {cls.__name__}, got {describe(value)}")
 
     @property
@@ -208,12 +208,12 @@ class Value(metaclass=ValueType):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields changed; the changed fields are checked again."""
-        kept = {field: getattr(self, field) for field in self._given}
+        fields = {field: getattr(self, field) for field in self._given}
         if deep:
             import copy
 
-            kept = copy.deepcopy(kept)
-        return type(self)(**{**kept, **(update or {})})
+            fields = copy.deepcopy(fields)
+        return type(self)(**{**fields, **(update or {})})
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(

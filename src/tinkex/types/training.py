@@ -1,4 +1,4 @@
-"""Training: optimizers, LoRA, losses, and the requests and answers of forward_backward and optim_step."""
+"""Training: optimizers, LoRA, losses, and the requests and responses of forward_backward and optim_step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkex.types.tensor import TensorData
 
 ModelID = str
 
-# The names that are known today. A service may offer others: nothing here refuses one.
+# The names that are known today. A service may offer others: nothing here rejects one.
 LossFnType = Literal[
     "cross_entropy",
     "importance_sampling",
