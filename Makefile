@@ -7,7 +7,7 @@ LOCAL := $(VENV)/.local
 KERNELS := src/tinkex/engine/packed/kernels
 INPUTS := pyproject.toml constraints.txt pins.txt hatch_build.py $(KERNELS)/build.py $(wildcard $(KERNELS)/*.[ch])
 
-.PHONY: help demo prepare prepare-full test test-full check format docs site bench conformance compatibility pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full test test-full coverage check format docs site bench conformance compatibility pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -31,11 +31,15 @@ prepare-full: $(READY)  ## the same for the long tests: all official clients and
 	@$(BIN)/python -m tests.prepare --full
 
 test: prepare  ## all tests that fit into a few minutes
-	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile --cov --cov-report=
 	$(BIN)/python -m pytest -m "timing and not full"  # one after the other: what they measure is not each other
 
 test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
+
+coverage: test  ## the lines that make test does not reach, also as pages in build/coverage
+	$(BIN)/coverage html --quiet --directory build/coverage
+	$(BIN)/coverage report --show-missing
 
 check: $(READY)  ## formatting, lint, spelling, types of the package, the tests and the examples
 	$(BIN)/ruff format --check .
@@ -45,27 +49,27 @@ check: $(READY)  ## formatting, lint, spelling, types of the package, the tests 
 	$(BIN)/mypy examples
 	$(BIN)/pyright
 
-format: $(READY)  ## mend formatting and what the linter can mend
+format: $(READY)  ## fix formatting and what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(READY)  ## write the generated pages anew
+docs: $(READY)  ## write the generated pages again
 	$(BIN)/python scripts/make_docs.py
 	$(BIN)/python scripts/make_reference.py
 
 site: $(READY)  ## the documents as a static site, in site/
 	$(BIN)/python scripts/make_site.py
 
-cookbook-runs: prepare-full  ## train with tinker-cookbook, official client and alias (five minutes, own environment)
+cookbook-runs: prepare-full  ## train with tinker-cookbook, official client and alias (five minutes, in its own environment)
 	$(BIN)/python -m pytest tests/compat/cookbook -s
 
-cookbook: $(READY)  ## import every module of tinker-cookbook through the alias (ten minutes, own environment)
+cookbook: $(READY)  ## import every module of tinker-cookbook through the alias (ten minutes, in its own environment)
 	$(BIN)/python tests/compat/as_tinker/cookbook_imports.py
 
 conformance: prepare-full  ## every official client and ours through the whole flow, on both built-in models
 	$(BIN)/python -m tests.compat.conformance.matrix
 
-compatibility: prepare  ## call every method of the official client and write docs/compatibility.md anew
+compatibility: prepare  ## call every method of the official client and write docs/compatibility.md
 	$(BIN)/python -m tests.compat.conformance.methods --write
 
 bench: $(READY)  ## the client beside the official ones, the service beside the plain loop (an hour)
@@ -79,7 +83,7 @@ bench: $(READY)  ## the client beside the official ones, the service beside the 
 	$(BIN)/python -m benchmarks.engine_profile
 	$(BIN)/python -m benchmarks.engine_peers
 
-pins: $(READY)  ## write pins.txt anew, with the newest releases (run the tests after it)
+pins: $(READY)  ## write pins.txt with the newest releases (run the tests after it)
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --constraint constraints.txt --editable .[dev,local,postgres]
 	@{ echo "# What the tests passed with: the releases in .venv, for development and CI. Written by \`make pins\`."; \
 	   echo "--constraint constraints.txt"; $(BIN)/pip freeze --exclude-editable --exclude torch; } > pins.txt
@@ -92,8 +96,8 @@ kernels-aarch64: $(READY)  ## run the kernels for aarch64 under qemu, beside tor
 	   apt-get install --yes --quiet qemu-user gcc-aarch64-linux-gnu
 	$(BIN)/python -m pytest tests/unit/engine/test_decode_kernels.py tests/unit/engine/test_training_kernels.py -k neon -rs
 
-golden: $(READY)  ## record the official clients' requests anew
+golden: $(READY)  ## record the requests of the official clients again
 	$(BIN)/python tests/compat/golden/record.py
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache dist build
+	rm -rf $(VENV) site .coverage .pytest_cache .mypy_cache .ruff_cache dist build

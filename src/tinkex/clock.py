@@ -1,4 +1,4 @@
-"""The only reader of time. Code that waits takes a `Clock`, so that tests can pass one whose hands they turn."""
+"""The only reader of time. Code that waits takes a `Clock`, so that tests can pass one that they advance by hand."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""The whole error tree. Nothing public raises outside it (save TypeError for wrong call shapes).
+"""The whole error tree. Nothing public raises outside it (except TypeError for wrong call shapes).
 
     TinkexError
     ├── ConfigError                    settings are missing or contradict each other
-    ├── ValidationError (ValueError)   refused before anything was sent
+    ├── ValidationError (ValueError)   rejected before anything was sent
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     ├── ClosedError                    the client was closed
     ├── DeadlineExceeded (TimeoutError) an operation ran out of time; says what it waited for
-    ├── WrongThread                    a blocking call on the loop that must answer it
+    ├── WrongThread                    a blocking call on the loop that must complete it
     ├── StreamAlreadyConsumed          a stream was read twice
     ├── RequestFailedError             the service ran the operation and it failed (category: user | server | unknown)
     ├── ResultExpired                  the service no longer has the result (HTTP 410)
     └── APIError
-        ├── APIConnectionError         no answer
+        ├── APIConnectionError         no response
         │   └── APITimeoutError
-        ├── APIResponseValidationError an answer that does not fit
+        ├── APIResponseValidationError a response that does not fit
         └── APIStatusError             400 BadRequestError (ContextOverflow) … 5xx InternalServerError
 
 Errors carry data, pickle, and never hold a request's headers: no secret can leak through them.
@@ -28,7 +28,7 @@ from typing import Any
 
 
 class RequestErrorCategory(enum.StrEnum):
-    """Whose fault a failed operation is, in the service's words."""
+    """Whose fault a failed operation is, as the service reports it."""
 
     Unknown = "unknown"
     Server = "server"
@@ -87,7 +87,7 @@ class DeadlineExceeded(TinkexError, TimeoutError):
 
 
 class WrongThread(TinkexError, RuntimeError):
-    """A blocking call was made on the loop that would have to answer it."""
+    """A blocking call was made on the loop that would have to complete it."""
 
 
 class StreamAlreadyConsumed(TinkexError):
@@ -120,7 +120,7 @@ class RequestFailedError(TinkexError):
 
 
 class Response:
-    """What an error keeps of an HTTP answer: status, headers, url. Never the request's headers."""
+    """The part of an HTTP response that an error keeps: status, headers, url. Never the request's headers."""
 
     def __init__(self, status_code: int, headers: Mapping[str, str] | None = None, url: str = "") -> None:
         self.status_code = status_code
@@ -132,7 +132,7 @@ class Response:
 
 
 class APIError(TinkexError):
-    """Something went wrong between this process and the service."""
+    """The exchange between this process and the service failed."""
 
     def __init__(self, message: str, request: Any = None, *, body: object | None = None) -> None:
         super().__init__(message)
@@ -142,7 +142,7 @@ class APIError(TinkexError):
 
 
 class APIConnectionError(APIError):
-    """The service gave no answer."""
+    """The service gave no response."""
 
     retryable = True
 
@@ -151,23 +151,23 @@ class APIConnectionError(APIError):
 
 
 class APITimeoutError(APIConnectionError):
-    """The service gave no answer in time."""
+    """The service gave no response in time."""
 
     def __init__(self, request: Any = None, message: str = "Request timed out.") -> None:
         super().__init__(request, message)
 
 
 class APIResponseValidationError(APIError):
-    """The service answered something that does not fit the protocol."""
+    """The service's response does not fit the protocol."""
 
     def __init__(self, response: Any = None, body: object | None = None, message: str | None = None) -> None:
-        super().__init__(message or "The service's answer does not fit the protocol.", body=body)
+        super().__init__(message or "The service's response does not fit the protocol.", body=body)
         self.response = response
         self.status_code = getattr(response, "status_code", None)
 
 
 class APIStatusError(APIError):
-    """The service answered with an error status. Takes any response with `status_code` and `headers`."""
+    """The service responded with an error status. Takes any response with `status_code` and `headers`."""
 
     def __init__(self, message: str, response: Any = None, body: object | None = None) -> None:
         super().__init__(message, body=body)
@@ -180,13 +180,13 @@ class APIStatusError(APIError):
 
 
 class BadRequestError(APIStatusError):
-    """The service refuses the request as it stands: a wrong argument, a bad path."""
+    """The service rejects the request as it stands: a wrong argument, a bad path."""
 
 
 class ContextOverflow(BadRequestError, ValidationError):
     """Prompt and max_tokens together exceed the model's context.
 
-    Also a `BadRequestError` with status 400, because that is what the service would answer and what programs catch to
+    Also a `BadRequestError` with status 400, because that is how the service would respond and what programs catch to
     shorten their prompt.
     """
 
@@ -256,12 +256,12 @@ def is_retryable_status(status: int, headers: Mapping[str, str]) -> bool:
     verdict = headers.get("x-should-retry", "").lower()
     if verdict in ("true", "false"):
         return verdict == "true"
-    # 409 is a lasting conflict unless the service says otherwise: repeating it for minutes helps nobody.
+    # 409 is a lasting conflict unless the service says otherwise: repeating it for minutes does not help.
     return status in (408, 425, 429) or status >= 500
 
 
 def status_error(response: Response, body: object | None) -> APIStatusError:
-    """The typed error for an answer with an error status."""
+    """The typed error for a response with an error status."""
     status = response.status_code
     kind = _BY_STATUS.get(status) or (InternalServerError if status >= 500 else APIStatusError)
     return kind(f"Error code: {status} - {body}", response, body)

@@ -19,7 +19,7 @@ log = logging.getLogger("tinkex.events")
 
 
 class Usage(NamedTuple):
-    """What an operation takes in tokens, by the kinds that services price. Zeros if nobody listened when it began."""
+    """Tokens of an operation, by the kinds that services price. Zeros if no listener was registered when it began."""
 
     train_tokens: int = 0
     """Of forward_backward, and of the second pass of a custom loss."""
@@ -32,7 +32,7 @@ class Usage(NamedTuple):
 
 
 class StartEvent(NamedTuple):
-    """A training or sampling client was told to do something; nothing of it has been sent yet."""
+    """A method of a training or sampling client was called; nothing has been sent yet."""
 
     operation: str
     model_id: str
@@ -43,7 +43,7 @@ class StartEvent(NamedTuple):
 
 
 class RequestEvent(NamedTuple):
-    """One HTTP exchange ended (also a failed one: `status` is 0 without an answer)."""
+    """One HTTP exchange ended (also a failed one: `status` is 0 without a response)."""
 
     endpoint: str
     status: int
@@ -73,7 +73,7 @@ class PollEvent(NamedTuple):
 
 
 class QueueEvent(NamedTuple):
-    """The service said why an operation waits."""
+    """The service reported why an operation waits."""
 
     operation: str
     request_id: str
@@ -101,7 +101,7 @@ class StepEvent(NamedTuple):
     number: int = 0
     usage: Usage = Usage()
     metrics: Mapping[str, float] = MappingProxyType({})
-    """Those of the answer; of an optim_step also `learning_rate`, as it was given."""
+    """Those of the response; of an optim_step also `learning_rate`, as it was given."""
     session_id: str = ""
 
 
@@ -125,7 +125,7 @@ def on(event: str, listener: Callable[[Any], object]) -> Callable[[], None]:
 
     def stop() -> None:
         with _changing:
-            _listeners[event] = tuple(kept for kept in _listeners[event] if kept is not listener)
+            _listeners[event] = tuple(entry for entry in _listeners[event] if entry is not listener)
 
     return stop
 

@@ -1,4 +1,4 @@
-"""What users install: the wheel, in an environment with its declared dependencies alone, away from the source tree.
+"""The wheel works as users install it: with its declared dependencies alone, away from the source tree.
 
 No network: the wheel is built with the hatchling of this environment, and the dependencies are copied from it.
 """
@@ -166,7 +166,7 @@ def test_the_installed_package_trains_without_any_extra(installed: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_installed_command_tells_its_version(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_command_prints_its_version(installed: Path, tmp_path: Path) -> None:
     assert run(str(installed / "tinkex"), "version", cwd=tmp_path).startswith(f"tinkex {tinkex.__version__} ")
 
 

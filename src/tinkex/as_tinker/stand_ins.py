@@ -21,7 +21,7 @@ PerDatumLossFn = Callable[..., tuple[Any, Mapping[str, Any]]]
 
 
 class LossHandle:
-    """A loss kept by the service. None can be made: see `ServiceClient.create_custom_loss`."""
+    """A loss that runs on the service. It cannot be created: see `ServiceClient.create_custom_loss`."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         raise server_side_loss_error()

@@ -18,7 +18,7 @@ The way of a request, from the inside out; no module imports one that comes late
 
     _http      bytes over connections
     _runtime   the loop thread, the link to a service, operations
-    _calls     send (one exchange) → attempts (the one retry loop) → call, poll, sample_call, submit, event_stream
+    _calls     send (one exchange) → attempts (the one retry loop) → call, poll, sample_call, submit
     _runtime   session, base_client, operation_queue: what the clients are made of
     clients    service, training, sampling, stream, rest, download
 """

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tinkex.client._calls.attempts import Attempts
-from tinkex.client._calls.event_stream import open_event_stream, read_events
 from tinkex.client._calls.handshake import ready
+from tinkex.client._calls.send import open_events, read_events
 from tinkex.client._http.transport import StreamedResponse
 from tinkex.client._runtime.link import ServiceLink, link_for
 from tinkex.client._runtime.operation import Operation
@@ -53,7 +53,7 @@ async def _receive(
     async def open_once(attempt: int) -> StreamedResponse:
         operation.attempts = attempt
         # The API key as OpenAI's clients send it; a short-lived token is only for our own endpoints.
-        return await open_event_stream(link, CHAT, request, key=key, attempt=attempt, bearer=link.auth.key)
+        return await open_events(link, CHAT, request, key=key, attempt=attempt, bearer=link.auth.key)
 
     response = await Attempts(link, operation, CHAT.name).run(open_once)
     try:

@@ -13,7 +13,6 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tinkex.client._files.archive import safe_path, unpack
 from tinkex.client._files.fetch import DownloadPart, DownloadProgress, Watcher, download
@@ -21,16 +20,15 @@ from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.future import APIFuture
+from tinkex.client.rest import RestClient
+from tinkex.client.service import ServiceClient
 from tinkex.errors import APIStatusError, NotFoundError, TinkexError
 from tinkex.types import ParsedCheckpointTinkerPath
-
-if TYPE_CHECKING:
-    from tinkex.client.rest import RestClient
 
 __all__ = ["Progress", "download", "download_checkpoint"]
 
 Progress = DownloadProgress
-"""The name under which the documents have it."""
+"""How much of a file has been fetched: `file`, `done_bytes`, and `total_bytes` (None if the service does not say)."""
 
 LONGEST_S = 7 * 86400.0
 """A download that moves may take as long as it takes; one that does not move fails much sooner."""
@@ -56,18 +54,18 @@ def download_checkpoint(
     """
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
     link = rest_client._session.link()
-    operation = _Download("download_checkpoint", link.clock.now(), session=rest_client._session)
+    operation = DownloadOperation("download_checkpoint", link.clock.now(), session=rest_client._session)
 
     def watch(step: DownloadProgress) -> None:
         operation.latest = step
         if progress is not None:
             progress(step)
 
-    job = _Job(rest_client, link, parsed, Path(folder), watch, keep_archive)
+    job = CheckpointDownload(rest_client, link, parsed, Path(folder), watch, keep_archive)
     return link.operations.run(operation, job.run, LONGEST_S)
 
 
-class _Download(Operation):
+class DownloadOperation(Operation):
     """Says in its waiting line how far it has come."""
 
     __slots__ = ("latest",)
@@ -81,7 +79,7 @@ class _Download(Operation):
         return f"waiting {now - self.created_at:.0f} s for {self.name}: {step.file}, {step.done_bytes:,}{of} bytes"
 
 
-class _Job:
+class CheckpointDownload:
     """One download. Loop thread."""
 
     def __init__(
@@ -162,8 +160,6 @@ class _Job:
 
     async def _export(self) -> list[Path]:
         """Have the service write the files: load the weights into a new run, export it, fetch, delete the export."""
-        from tinkex.client.service import ServiceClient
-
         path = self._parsed.tinker_path
         if self._parsed.checkpoint_type != "training":
             raise TinkexError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -460,6 +459,8 @@ def _iso(moment: dt.datetime | str) -> str:
 def _expires(text: str | None, now: dt.datetime) -> dt.datetime:
     """Return an aware time; an absent or unreadable header means the usual quarter of an hour."""
     try:
+        from email.utils import parsedate_to_datetime  # loads eight modules, for one method
+
         expires = parsedate_to_datetime(text or "")
     except (TypeError, ValueError):
         return now + ARCHIVE_VALID

@@ -6,6 +6,8 @@ the limiter that all samplers of one service and key share: a 429 slows all of t
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
 
 from tinkex.client._calls import validate
@@ -13,6 +15,7 @@ from tinkex.client._calls.call import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.sample_call import SampleCall, cancel_on_service, run_sample
 from tinkex.client._calls.sampling_session import SamplingSession
+from tinkex.client._files.tokenizer_files import tokenizer_by_name
 from tinkex.client._http.transport import HTTPResponse
 from tinkex.client._runtime.base_client import BaseClient
 from tinkex.client._runtime.link import ServiceLink
@@ -96,17 +99,12 @@ class SamplingClient(BaseClient):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
         request = SampleCall(
-            prompt=prompt,
-            num_samples=num_samples,
-            params=params,
-            prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=target_prompt_logprobs,
-            prompt_alt_tokens_k=prompt_alt_tokens_k,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
-            record_stability_info=self._record_stability_info,
-        )
+            prompt, num_samples, params, include_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs,
+            target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n, self._record_stability_info,
+        )  # fmt: skip
+        return self._start(link, request)
+
+    def _start(self, link: ServiceLink, request: SampleCall) -> APIFuture[SampleResponse]:
         operation = Operation(
             "sample",
             link.clock.now(),
@@ -115,9 +113,9 @@ class SamplingClient(BaseClient):
             session=self._session,
         )
         operation.observers = (self._observe,)
-        operation.usage = self._usage(prompt)
+        operation.usage = self._usage(request.prompt)
         if link.dialect is not None:
-            write_prompt(prompt, link.dialect)  # the long part of the body, on the caller's thread
+            write_prompt(request.prompt, link.dialect)  # the long part of the body, on the caller's thread
         link.operations.announce(operation)
         future = link.operations.run(operation, lambda: run_sample(link, operation, self._sampling, request))
         if link.dynamic.sample_cancel_enabled:
@@ -185,8 +183,6 @@ class SamplingClient(BaseClient):
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
-        from tinkex.client._files.tokenizer_files import tokenizer_by_name
-
         return tokenizer_by_name(self._session, self.get_base_model())
 
     def get_base_model(self) -> str:
@@ -222,18 +218,12 @@ class SamplingClient(BaseClient):
 
     def get_sampler_handle(self) -> str:
         """Return a text that names this sampler, for `from_sampler_handle` in another process. Holds no key."""
-        import base64
-        import json
-
         address, session_id = self._pickled()
         fields = [address, session_id, self.sampling_session_id, self.base_model, self.model_path]
         return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        import base64
-        import json
-
         try:
             address, session_id, sampling_session_id, base_model, model_path = json.loads(
                 base64.urlsafe_b64decode(handle)

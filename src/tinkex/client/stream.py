@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import NamedTuple
 
-from tinkex.client._calls.event_stream import open_event_stream, read_events
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.sample_call import SampleAttempts, SampleCall, run_sample
 from tinkex.client._calls.sampling_session import SamplingSession
+from tinkex.client._calls.send import open_events, read_events
 from tinkex.client._http.transport import StreamedResponse
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
@@ -97,7 +97,7 @@ async def _stream(
     async def open_once(attempt: int) -> StreamedResponse:
         await attempts.enter(attempt)
         try:
-            return await open_event_stream(link, endpoints.SAMPLE_STREAM, body, key=attempts.key, attempt=attempt)
+            return await open_events(link, endpoints.SAMPLE_STREAM, body, key=attempts.key, attempt=attempt)
         finally:
             attempts.leave()
 

@@ -14,6 +14,7 @@ from typing import Any
 from tinkex.client._calls import chunks, validate
 from tinkex.client._calls.submit import Encode
 from tinkex.client._calls.training_calls import CustomLossCall, PassCall, SingleCall
+from tinkex.client._files.tokenizer_files import tokenizer_of_model
 from tinkex.client._runtime.base_client import BaseClient, warn_of_retry_config
 from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE
 from tinkex.client._runtime.operation_queue import OperationQueue
@@ -293,8 +294,6 @@ class TrainingClient(BaseClient):
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
-        from tinkex.client._files.tokenizer_files import tokenizer_of_model
-
         return tokenizer_of_model(self._session, self.get_info())
 
     def get_console_url(self) -> str:

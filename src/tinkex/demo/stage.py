@@ -164,8 +164,9 @@ class Stage:
         say("  sample in Python:")
         say(
             textwrap.indent(
-                f'import tinkex\n\nwith tinkex.local("{self.state.model}", data_dir="{_shown(data)}") as service:\n'
-                f'    sampler = service.create_sampling_client(model_path="{path}")',
+                f'import tinkex\n\npath = "{path}"\n'
+                f'with tinkex.local("{self.state.model}", data_dir="{_shown(data)}") as service:\n'
+                "    sampler = service.create_sampling_client(model_path=path)",
                 " " * 6,
             )
         )

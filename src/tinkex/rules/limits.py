@@ -72,11 +72,11 @@ def check_ttl(ttl_seconds: object) -> int | None:
 
 
 class Range(NamedTuple):
-    """A closed range and the words for it."""
+    """A closed range and how messages describe it."""
 
     least: float
     most: float
-    words: str
+    rule: str
 
 
 _BELOW_1: Final = math.nextafter(1.0, 0.0)
@@ -97,13 +97,13 @@ ADAMW: Final[Mapping[str, Range]] = {
 
 def check_adamw(settings: Mapping[str, object], where: str = "AdamParams") -> None:
     """Reject settings of an optimizer step that can only destroy the weights. Absent ones have their default."""
-    for name, (least, most, words) in ADAMW.items():
+    for name, (least, most, rule) in ADAMW.items():
         value = settings.get(name)
         if value is None:
             continue
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not least <= value <= most:  # type: ignore[operator]  # it is a number by now
-            reject(f"{where}.{name}", f"is {str(value)[:100]}; it must be {words}.", "bad_adam_params")
+            reject(f"{where}.{name}", f"is {str(value)[:100]}; it must be {rule}.", "bad_adam_params")
     rate, decay = settings.get("learning_rate"), settings.get("weight_decay")
     if isinstance(rate, (int, float)) and isinstance(decay, (int, float)) and rate * decay > 1:
         reject(

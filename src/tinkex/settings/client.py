@@ -91,13 +91,13 @@ def log_level(environ: Mapping[str, str] | None = None) -> str:
 def sources(environ: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, str]:
     """Where `resolve` takes each value from, in words: "argument", a variable, a file, "default"."""
     gathered = _gather(os.environ if environ is None else environ, arguments)
-    found = {name: gathered[name].source if name in gathered else "default" for name in Config.__slots__}
-    if found["api_key"] == "default":
+    origins = {name: gathered[name].source if name in gathered else "default" for name in Config.__slots__}
+    if origins["api_key"] == "default":
         if "credential_cmd" in gathered:
-            found["api_key"] = "TINKER_CREDENTIAL_CMD"
+            origins["api_key"] = "TINKER_CREDENTIAL_CMD"
         elif _stored_key():
-            found["api_key"] = "the official client's login"
-    return found
+            origins["api_key"] = "the official client's login"
+    return origins
 
 
 def normalise_url(url: str) -> str:
@@ -131,10 +131,10 @@ def proxy_for(url: str, config: Config) -> str | None:
     if config.proxy:
         return _with_scheme(config.proxy)
     parts = urlsplit(url)
-    found = config.https_proxy if parts.scheme == "https" else config.http_proxy
-    if not found or is_loopback(url) or _is_exempt(parts.hostname or "", config.no_proxy):
+    proxy = config.https_proxy if parts.scheme == "https" else config.http_proxy
+    if not proxy or is_loopback(url) or _is_exempt(parts.hostname or "", config.no_proxy):
         return None
-    return _with_scheme(found)
+    return _with_scheme(proxy)
 
 
 def _with_scheme(proxy: str) -> str:
@@ -173,7 +173,7 @@ def _is_within(host: str, network: str) -> bool:
 
 def _from_shared(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return what other programs' variables say: setting → (text, variable)."""
-    found = {}
+    shared = {}
     for name, variables in SHARED_ENVIRONMENT.items():
         for variable in variables:
             text = environ.get(variable, "").strip()
@@ -181,9 +181,9 @@ def _from_shared(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
                 continue
             if variable == "HTTP_PROXY" and "REQUEST_METHOD" in environ:
                 continue  # under CGI this is a header that a visitor sent (httpoxy.org)
-            found[name] = (text, variable)
+            shared[name] = (text, variable)
             break
-    return found
+    return shared
 
 
 def _key_from(command: str | None) -> str:
@@ -195,9 +195,9 @@ def _key_from(command: str | None) -> str:
 
     try:
         done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as problem:
+    except (OSError, subprocess.SubprocessError) as error:
         # The command line may hold a secret: name the kind of failure only.
-        raise ConfigError(f"TINKER_CREDENTIAL_CMD failed ({type(problem).__name__}).") from None
+        raise ConfigError(f"TINKER_CREDENTIAL_CMD failed ({type(error).__name__}).") from None
     return done.stdout.strip()
 
 

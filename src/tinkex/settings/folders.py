@@ -1,4 +1,4 @@
-"""Where files lie on this machine: configuration, caches, data. Follows each system's custom."""
+"""Returns where files are on this machine: configuration, caches, data. Follows each system's conventions."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def config_table(environ: Mapping[str, str], name: str) -> dict[str, Any]:
 
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get(name, {})
-    except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"{path} is not valid TOML: {problem}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {name} should be a table, [{name}].")
     return table

@@ -1,7 +1,7 @@
-"""What a service needs to know: `ServeConfig`, settled from arguments, environment, file and defaults, in that order.
+"""Resolves the settings of a service (`ServeConfig`) from arguments, environment, file and defaults, in that order.
 
 Flag `--x-y`, variable `TINKEX_X_Y` and `x_y` in the table `[serve]` of `tinkex.toml` are one setting. All of them are
-in `SERVE`, from which the command's flags and `docs/settings.md` are made. A wrong value is refused with its source.
+in `SERVE`, from which the command's flags and `docs/settings.md` are made. A wrong value is rejected with its source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinkex.settings.folders import cache_dir, data_dir
 from tinkex.settings.setting import Setting, check_names, count, gather, names, number, one_of, text
 
 KEY_PREFIX = "tml-"
-"""How a key begins: official clients from 0.36 refuse any other."""
+"""How a key begins: official clients from 0.36 reject any other."""
 MIB = 1024 * 1024
 
 
@@ -75,7 +75,7 @@ def resolve_serve(environ: Mapping[str, str] | None = None, **arguments: Any) ->
 
 
 def check_keys(config: ServeConfig, *, has_stored_keys: bool) -> None:
-    """Refuse to listen beyond this machine without any key: everybody who can reach the port could use it."""
+    """Raise if the service would listen beyond this machine without a key: anyone who reaches the port could use it."""
     if config.api_keys or has_stored_keys or is_loopback_host(config.host):
         return
     raise ConfigError(
@@ -85,7 +85,7 @@ def check_keys(config: ServeConfig, *, has_stored_keys: bool) -> None:
 
 
 def write_private_file(file: Path, config: ServeConfig) -> None:
-    """All settings of a service as `tinkex.toml`, for a process of our own. Nobody else may read it: it holds keys."""
+    """Write all settings as a `tinkex.toml` for a process that we start. Only its owner may read it: it holds keys."""
     import json
 
     rows = ["[serve]"]
@@ -101,8 +101,8 @@ def write_private_file(file: Path, config: ServeConfig) -> None:
 def private_environment(file: Path) -> dict[str, str]:
     """This process's environment for a service that takes its settings from `file` and from nowhere else."""
     variables = {setting.variable for setting in SERVE}
-    kept = {name: value for name, value in os.environ.items() if name not in variables}
-    return {**kept, "TINKEX_CONFIG": str(file)}
+    inherited = {name: value for name, value in os.environ.items() if name not in variables}
+    return {**inherited, "TINKEX_CONFIG": str(file)}
 
 
 def is_loopback_host(host: str) -> bool:
@@ -119,19 +119,19 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     """One key per line; empty lines and lines that begin with # do not count."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "it is not text"
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"The keys file {path} cannot be read: {reason}.") from None
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
         raise ConfigError(f"The keys file {path} holds no key. Write one per line; `tinkex key create` makes some.")
     for line_number, line in enumerate(lines, 1):
         if line and not line.startswith("#"):
             try:
                 _keys(line)
-            except ValueError as problem:
-                raise ConfigError(f"The keys file {path}, line {line_number}: must be {problem}.") from None
-    return tuple(found)
+            except ValueError as error:
+                raise ConfigError(f"The keys file {path}, line {line_number}: must be {error}.") from None
+    return tuple(keys)
 
 
 # -- how values are read: text from a flag or a variable, or a plain value from the file or a caller -----------------

@@ -117,13 +117,13 @@ def text(raw: Any) -> str:
 
 def names(raw: Any) -> tuple[str, ...]:
     """One or more names, with commas between them where they come as text."""
-    words = raw.split(",") if isinstance(raw, str) else raw
-    if not isinstance(words, Iterable) or isinstance(words, Mapping):
+    entries = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(entries, Iterable) or isinstance(entries, Mapping):
         raise ValueError("one or more names")
-    found = tuple(dict.fromkeys(word.strip() for word in words if isinstance(word, str) and word.strip()))
-    if not found:
+    distinct = tuple(dict.fromkeys(entry.strip() for entry in entries if isinstance(entry, str) and entry.strip()))
+    if not distinct:
         raise ValueError("one or more names")
-    return found
+    return distinct
 
 
 def one_of(*choices: str) -> Callable[[Any], str]:

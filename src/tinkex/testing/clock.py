@@ -1,4 +1,4 @@
-"""A clock whose hands a test turns, so that code that waits an hour is tested in no time."""
+"""A clock that a test advances by hand, so that code that waits an hour is tested in no time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the little model samples: tokens that follow from the prompt, the seed and nothing else."""
+"""Samples from the small model: tokens depend on the prompt, the seed and nothing else."""
 
 from __future__ import annotations
 

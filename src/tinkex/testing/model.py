@@ -1,4 +1,4 @@
-"""The little language model behind the scripted service: no tensors, no randomness, and yet it learns.
+"""The small language model behind the scripted service: no tensors, no randomness, and yet its loss falls.
 
 It is a table of 4,096 log-probabilities looked up by the last token and the next one, scaled by one number, the
 *skill*. An optimizer step with a gradient raises the skill, so losses fall; weights are the skill and a step count.

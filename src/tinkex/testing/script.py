@@ -1,4 +1,4 @@
-"""What the scripted service shall do instead of its duty: rules that pick requests, and the faults they cause.
+"""Faults on demand: rules that pick requests, and what the scripted service does with them instead of its work.
 
     service.script.on("forward_backward", nth=2, do=Status(500))
     service.script.on("asample", times=3, do=[Delay(0.1), Status(429, headers={"retry-after-ms": "20"})])
@@ -26,7 +26,7 @@ ENDPOINTS = frozenset(row.name for row in endpoints.ALL) | {FILE}
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Answer a status. `when="after_accept"`: the work was accepted and runs, only the answer is lost."""
+    """Answer a status. `when="after_accept"`: the work was accepted and runs, only the response is lost."""
 
     status: int
     detail: str = "scripted"
@@ -65,8 +65,8 @@ class Drop:
     """Break the connection.
 
     before: reset once the headers are there (with `where`, or after a Delay: once the body is); nothing runs.
-    after_accept: reset instead of the answer; the work was accepted and runs once.
-    mid_answer: close half way through the answer.
+    after_accept: reset instead of the response; the work was accepted and runs once.
+    mid_answer: close half way through the response.
     """
 
     when: Literal["before", "after_accept", "mid_answer"] = "before"
@@ -215,7 +215,7 @@ class Script:
         retry_after_ms: int = 20,
         endpoint: str | Iterable[str] = "*",
     ) -> Rule:
-        """Faults at random. Resets hit before the work is accepted, after it, and half way through the answer."""
+        """Faults at random. Resets hit before the work is accepted, after it, and half way through the response."""
         odds = {"500": p_500, "429": p_429, "408": p_408, "reset": p_reset, "delay": p_delay}
         return self._add(Chaos(_names(endpoint), odds, seed, delay_s, retry_after_ms))
 

@@ -1,4 +1,4 @@
-"""`ScriptedService`: a Tinker API on 127.0.0.1 for tests, which does its duty until the script says otherwise."""
+"""`ScriptedService`: a Tinker API on 127.0.0.1 for tests, which works normally unless its script has a fault."""
 
 from __future__ import annotations
 
@@ -220,10 +220,10 @@ class ScriptedService:
             return answer if answer is None or isinstance(answer, Response) else self._awaited(answer)
         except Refused as refusal:
             return json_response(refusal.status, refusal.body)
-        except KeyError as problem:
-            return _malformed(422, f"the field {problem} is missing")
-        except (ValidationError, orjson.JSONDecodeError, DecodeError) as problem:
-            return _malformed(400, f"the body cannot be read: {problem}")
+        except KeyError as error:
+            return _malformed(422, f"the field {error} is missing")
+        except (ValidationError, orjson.JSONDecodeError, DecodeError) as error:
+            return _malformed(400, f"the body cannot be read: {error}")
 
     async def _awaited(self, answer: Awaitable[Reply]) -> Reply:
         try:

@@ -1,4 +1,4 @@
-"""What the scripted service remembers: its configuration, sessions, models, samplers, checkpoints and futures."""
+"""The state of the scripted service: its configuration, sessions, models, samplers, checkpoints and futures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Config:
     dialect: Literal["proto", "json"] = "proto"
     base_models: Collection[str] = ("tinkex/tiny",)
     api_key: str | None = None
-    """Refuse every other key with 401. None takes any."""
+    """Reject every other key with 401. None takes any."""
     hold_s: float = 1.0
     """How long a poll is held before it is answered 408."""
     gap_s: float = 10.0
@@ -54,7 +54,7 @@ class Config:
 
 
 class Refused(Exception):
-    """An answer other than success: decided anywhere, written by the service."""
+    """A response other than success: decided anywhere, written by the service."""
 
     def __init__(self, status: int, detail: str, code: str, category: str = "user") -> None:
         super().__init__(detail)

@@ -1,6 +1,14 @@
 """Every value users touch, loaded on first use: `from tinkex.types import Datum`.
 
-The table below is the one list of public names; the imports above it only tell type checkers.
+The table below is the one list of public names; the imports above it are for type checkers only.
+
+Others import:
+    account, futures, inputs, insight, sampling, session, telemetry, tensor, topk, training, weights
+              the public values, by subject
+    base      `Value`, from which all of them derive
+    coerce    `describe`, for error messages, and `is_lenient`
+    packed    runs of numbers as bytes
+    fastpath  byte tricks of the hot path
 """
 
 from __future__ import annotations

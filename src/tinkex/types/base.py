@@ -18,12 +18,12 @@ from tinkex.types.coerce import Coercer, Mismatch, coercer, describe
 
 REQUIRED: Any = object()
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
-"""The default of an argument that tells "not passed" from "passed as None"."""
+"""The default of an argument, to distinguish "not passed" from "passed as None"."""
 _SECRETS = frozenset(("jwt", "weights_access_token"))
 
 
 class Fresh:
-    """A default that is made anew for each value, so that no two values share a list."""
+    """A default that is made for each value, so that no two values share a list."""
 
     __slots__ = ("make",)
 
@@ -32,13 +32,15 @@ class Fresh:
 
 
 def field(*, default_factory: Callable[[], Any] | None = None, init: bool = True) -> Any:
-    """A field whose default is made anew, or (`init=False`, for type checkers) one that no constructor takes."""
+    """Declare a field whose default is made for each value, or (`init=False`) one that no constructor takes."""
     return Fresh(default_factory) if default_factory is not None else REQUIRED
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class ValueType(type):
     """Turns the annotations of a class body into slots and remembers the defaults.
+
+    Every annotation is a field unless it begins with an underscore; a field's name is lower-case.
 
     `kw_only=False` lets the constructor take the fields by position too; `tag=("event", "SESSION_END")` names the field
     and the word by which a union of values finds this class (by default its `type` field).
@@ -53,7 +55,9 @@ class ValueType(type):
         kw_only: bool = True,
         tag: tuple[str, str] | None = None,
     ) -> ValueType:
-        own = [name for name in space.get("__annotations__", {}) if not name.startswith("_") and name.islower()]
+        own = [field for field in space.get("__annotations__", {}) if not field.startswith("_")]
+        if wrong := [field for field in own if not field.islower()]:
+            raise TypeError(f"{name}.{wrong[0]}: a field's name is lower-case; other annotations begin with _.")
         defaults: dict[str, Any] = {}
         for base in reversed(bases):
             defaults |= getattr(base, "_defaults", {})
@@ -72,7 +76,7 @@ class ValueType(type):
 
 
 class Value(metaclass=ValueType):
-    """A frozen record. Unknown field names are refused in a constructor and ignored by `model_validate`."""
+    """A frozen record. Unknown field names are rejected in a constructor and ignored by `model_validate`."""
 
     __slots__ = ("_given",)
     _defaults: ClassVar[dict[str, Any]]
@@ -105,8 +109,8 @@ class Value(metaclass=ValueType):
             if field in given:
                 try:
                     put(self, field, coercers[field](given[field]))
-                except Mismatch as problem:
-                    raise ValidationError(f"{cls.__name__}.{field}{problem.place}: {problem.reason}") from None
+                except Mismatch as error:
+                    raise ValidationError(f"{cls.__name__}.{field}{error.place}: {error.reason}") from None
             elif default is REQUIRED:
                 raise ValidationError(f"{cls.__name__} needs {field!r}. {_usage(cls)}")
             else:
@@ -128,8 +132,8 @@ class Value(metaclass=ValueType):
         if isinstance(value, Mapping):
             try:
                 return cls.model_validate(value)
-            except ValidationError as problem:
-                raise Mismatch(str(problem)) from None
+            except ValidationError as error:
+                raise Mismatch(str(error)) from None
         raise Mismatch(f"expected {cls.__name__}, got {describe(value)}")
 
     @property
@@ -204,12 +208,12 @@ class Value(metaclass=ValueType):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields changed; the changed fields are checked again."""
-        kept = {field: getattr(self, field) for field in self._given}
+        fields = {field: getattr(self, field) for field in self._given}
         if deep:
             import copy
 
-            kept = copy.deepcopy(kept)
-        return type(self)(**{**kept, **(update or {})})
+            fields = copy.deepcopy(fields)
+        return type(self)(**{**fields, **(update or {})})
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(

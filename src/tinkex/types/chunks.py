@@ -44,15 +44,15 @@ class EncodedTextChunk(Value):
         if given.keys() == _TOKENS:
             self._set(given["tokens"])
         else:
-            super()._fill(given)  # refuses a wrong name or type
+            super()._fill(given)  # rejects a wrong name or type
             self._set(given["tokens"])
             object.__setattr__(self, "_given", frozenset(given))
 
     def _set(self, tokens: Any) -> None:
         try:
             packed = pack_tokens(entries(tokens))
-        except Mismatch as problem:
-            raise ValidationError(f"EncodedTextChunk.tokens{problem.place}: {problem.reason}") from None
+        except Mismatch as error:
+            raise ValidationError(f"EncodedTextChunk.tokens{error.place}: {error.reason}") from None
         self._adopt(packed)
 
     def _adopt(self, packed: Buffer) -> None:

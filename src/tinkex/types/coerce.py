@@ -1,4 +1,4 @@
-"""Turns what a caller or a service handed over into the annotated type of a field, or says what is wrong with it.
+"""Converts what a caller or a service passed into the annotated type of a field, or says what is wrong with it.
 
 Annotations are compiled once per class into small functions. Lenient where it is safe (numpy scalars, tuples for
 lists, ISO dates); strict where leniency hides mistakes (no bool for int, no text for numbers, no 1.5 for int).
@@ -21,7 +21,7 @@ Coercer = Callable[[Any], Any]
 
 
 is_lenient: contextvars.ContextVar[bool] = contextvars.ContextVar("is_lenient", default=False)
-"""Set while an answer is read that did not fit strictly: services may write numbers and booleans as text."""
+"""Set while a response is read that did not fit strictly: services may write numbers and booleans as text."""
 
 
 class Mismatch(Exception):
@@ -69,7 +69,7 @@ def _same(value: Any) -> Any:
 
 
 def describe(value: Any) -> str:
-    """A short text of a value for error messages: never a whole tensor, never a secret longer than a glance."""
+    """Describe a value for error messages, in at most 60 characters: never a whole tensor."""
     if isinstance(value, (list, tuple, dict, bytes)) and len(value) > 16:
         return f"{type(value).__name__} of {len(value)} entries"
     text = repr(value)
@@ -138,8 +138,8 @@ def _bytes(value: Any) -> bytes:
     if isinstance(value, str):  # the wire carries bytes as base64 text
         try:
             return base64.b64decode(value, validate=True)
-        except binascii.Error as problem:
-            raise Mismatch(f"expected bytes or base64 text, got {describe(value)} ({problem})") from None
+        except binascii.Error as error:
+            raise Mismatch(f"expected bytes or base64 text, got {describe(value)} ({error})") from None
     raise Mismatch(f"expected bytes, got {describe(value)}")
 
 
@@ -176,13 +176,17 @@ _SCALARS: dict[Any, Coercer] = {
 }
 
 
-def _literal(words: tuple[Any, ...]) -> Coercer:
+def _literal(choices: tuple[Any, ...]) -> Coercer:
     def check(value: Any) -> Any:
-        for word in words:
-            # True == 1 in Python, but nobody means the one by the other.
-            if isinstance(value, type(word)) and isinstance(value, bool) == isinstance(word, bool) and value == word:
-                return word
-        raise Mismatch(f"expected one of {', '.join(map(repr, words))}, got {describe(value)}")
+        for choice in choices:
+            # True == 1 in Python, but neither is meant by the other.
+            if (
+                isinstance(value, type(choice))
+                and isinstance(value, bool) == isinstance(choice, bool)
+                and value == choice
+            ):
+                return choice
+        raise Mismatch(f"expected one of {', '.join(map(repr, choices))}, got {describe(value)}")
 
     return check
 
@@ -219,14 +223,14 @@ def _union(hint: Any, arms: tuple[Any, ...]) -> Coercer:
                 named = by_tag.get((field, str(value.get(field))))
                 if named is not None:
                     return named(value)
-        problems = []
+        errors = []
         for arm in plain:
             try:
                 return arm(value)
-            except Mismatch as problem:
-                problems.append(problem)
+            except Mismatch as error:
+                errors.append(error)
         # The arm that got furthest inside the value tells most.
-        raise max(problems, key=lambda problem: len(problem.place))
+        raise max(errors, key=lambda error: len(error.place))
 
     return check
 
@@ -256,8 +260,8 @@ def _items(value: Any) -> list[Any]:
 def _at(item: Coercer, index: int, entry: Any) -> Any:
     try:
         return item(entry)
-    except Mismatch as problem:
-        raise problem.inside(f"[{index}]") from None
+    except Mismatch as error:
+        raise error.inside(f"[{index}]") from None
 
 
 def _mapping(key: Coercer, item: Coercer) -> Coercer:
@@ -268,8 +272,8 @@ def _mapping(key: Coercer, item: Coercer) -> Coercer:
         for name, entry in value.items():
             try:
                 out[key(name)] = item(entry)
-            except Mismatch as problem:
-                raise problem.inside(f"[{name!r}]") from None
+            except Mismatch as error:
+                raise error.inside(f"[{name!r}]") from None
         return out
 
     return check

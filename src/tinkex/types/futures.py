@@ -1,4 +1,4 @@
-"""Futures on the wire: what a submission answers, how results are asked for, and how a failure is told."""
+"""Futures on the wire: the response to a submission, requests for results, and failures."""
 
 from __future__ import annotations
 

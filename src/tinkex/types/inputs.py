@@ -1,4 +1,4 @@
-"""What a model reads (`ModelInput`), and what it is trained on (`Datum`). Nothing here knows a dialect."""
+"""Prompts (`ModelInput`) and training examples (`Datum`). Nothing here knows a dialect."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class ModelInput(Value):
         for index, chunk in enumerate(chunks):
             try:
                 read.append(read_chunk(chunk))
-            except Mismatch as problem:
-                raise ValidationError(f"ModelInput.chunks[{index}]{problem.place}: {problem.reason}") from None
+            except Mismatch as error:
+                raise ValidationError(f"ModelInput.chunks[{index}]{error.place}: {error.reason}") from None
         self._adopt(read)
 
     def _adopt(self, chunks: list[ModelInputChunk]) -> None:
@@ -104,7 +104,7 @@ class ModelInput(Value):
         return sum(chunk.length for chunk in self.chunks)
 
     def cached(self, name: str, make: Callable[[Self], T]) -> T:
-        """What `make` gave for this input the first time: a prompt is encoded once, not once per request."""
+        """Return what `make` returned for this input the first time: a prompt is encoded once, not once per request."""
         try:
             encoded = self._encoded
         except AttributeError:
@@ -205,8 +205,8 @@ _DATUM_WITH_SPANS = frozenset((*_DATUM, "model_input_spans", "loss_fn_input_span
 def _read(kind: type[ModelInput], field: str, value: Any) -> ModelInput:
     try:
         return kind._coerce(value)
-    except Mismatch as problem:
-        raise ValidationError(f"Datum.{field}: {problem.reason}") from None
+    except Mismatch as error:
+        raise ValidationError(f"Datum.{field}: {error.reason}") from None
 
 
 def _tensor(key: Any, value: Any) -> TensorData:
@@ -221,8 +221,8 @@ def _tensor(key: Any, value: Any) -> TensorData:
         if key in ("target_tokens", "weights") and is_torch(value) and value.ndim == 2:
             return TensorData.from_torch_sparse(value, key=key)
         return TensorData.from_list(value, key)
-    except ValidationError as problem:
-        raise ValidationError(f"Datum.{problem}") from None
+    except ValidationError as error:
+        raise ValidationError(f"Datum.{error}") from None
 
 
 def _spans(name: str, spans: Any) -> ProvenanceSpans | None:

@@ -1,4 +1,4 @@
-"""What a service of our own tells about work: a run's steps, the queue, what failed. The hosted service has no such."""
+"""What our service reports about its work: a run's steps, the queue, failures. Not available on the hosted service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkex.types.weights import Cursor
 
 
 class RunStep(Value):
-    """What led to one `optim_step`, and it: forward_backward calls summed up."""
+    """One `optim_step` with the sums of the forward_backward calls before it."""
 
     seq_id: int
     """The number of the step's last operation: ask for the steps after it."""
@@ -30,7 +30,7 @@ class RunStep(Value):
 class RunStepsResponse(Value):
     steps: list[RunStep]
     count: int = 0
-    """How many steps there were: more than are told where `most_steps` thinned them."""
+    """How many steps there were: more than are listed where `most_steps` thinned them."""
     next_seq_id: int
     """Pass it as `after_seq_id` to get what comes next."""
     open_passes: int = 0
@@ -50,7 +50,7 @@ class QueuedOperation(Value):
 
 
 class ServiceState(Value):
-    """The service as one tenant may see it. Of other tenants only sums are told."""
+    """The service as one tenant may see it. Other tenants appear only in sums."""
 
     version: str
     tenant: str

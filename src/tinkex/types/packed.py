@@ -1,6 +1,6 @@
-"""Runs of numbers (lists, arrays, tensors) as packed little-endian bytes, and back.
+"""Packs runs of numbers (lists, arrays, tensors) as little-endian bytes, and unpacks them.
 
-A struct packs a list at C speed and refuses what does not fit; only then is the culprit looked for and named.
+A struct packs a list at C speed and rejects what does not fit; only then is the culprit looked for and named.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LITTLE = sys.byteorder == "little"
 
 
 def entries(values: Any) -> Sequence[Any]:
-    """What a caller gave for a run of numbers, as something with a length that a struct can pack."""
+    """Return a caller's run of numbers as something with a length that a struct can pack."""
     if type(values) is list or type(values) is tuple:
         return values
     if hasattr(values, "tolist"):
@@ -37,7 +37,7 @@ def entries(values: Any) -> Sequence[Any]:
 
 
 def pack_tokens(values: Sequence[Any]) -> bytes:
-    """Token ids as int32. Floats, bools, negative numbers and those from 2^31 on are refused."""
+    """Token ids as int32. Floats, bools, negative numbers and those from 2^31 on are rejected."""
     try:
         packed = struct.pack(f"<{len(values)}i", *values)
     except (struct.error, TypeError):
@@ -66,7 +66,7 @@ def fits_index(value: Any) -> bool:
 
 
 def pack_ints(values: Sequence[Any]) -> bytes:
-    """Int64. Bools count as 0 and 1, and 3.0 as 3; 1.5 is refused, and so is what does not fit 64 bits."""
+    """Int64. Bools count as 0 and 1, and 3.0 as 3; 1.5 is rejected, and so is what does not fit 64 bits."""
     try:
         return struct.pack(f"<{len(values)}q", *values)
     except (struct.error, TypeError):
@@ -134,7 +134,7 @@ def pack(values: Any, dtype: TensorDtype | None) -> Packed:
 
 
 def _flatten(values: Sequence[Any]) -> tuple[Sequence[Any], list[int]]:
-    """The numbers in row-major order and the shape; ragged rows are refused."""
+    """The numbers in row-major order and the shape; ragged rows are rejected."""
     if not len(values) or not _is_row(values[0]):
         return values, [len(values)]
     flat: list[Any] = []
@@ -159,7 +159,7 @@ def _is_row(value: Any) -> bool:
 
 
 def is_torch(value: Any) -> bool:
-    """Whether this is a torch tensor: never so if nobody has loaded torch."""
+    """Return whether this is a torch tensor; False if torch was never imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -186,18 +186,18 @@ def _pack_array(array: Any, dtype: TensorDtype | None) -> Packed:
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype("<f4" if dtype == "float32" else "<i8")
     if dtype == "float32" and array.dtype.itemsize > 4 and kind == "f":
-        _refuse(np, array, np.isinf(cast) & ~np.isinf(array), "is beyond the range of float32")
+        _reject_where(np, array, np.isinf(cast) & ~np.isinf(array), "is beyond the range of float32")
     if dtype == "int64" and kind == "f":
-        _refuse(np, array, cast != array, "is not a whole number, as int64 needs")
+        _reject_where(np, array, cast != array, "is not a whole number, as int64 needs")
     if dtype == "int64" and kind == "u" and array.dtype.itemsize == 8:
-        _refuse(np, array, cast < 0, "does not fit int64")
+        _reject_where(np, array, cast < 0, "does not fit int64")
     return Packed(cast.tobytes(), dtype, shape)
 
 
-def _refuse(np: Any, array: Any, wrong: Any, reason: str) -> None:
+def _reject_where(np: Any, array: Any, wrong: Any, reason: str) -> None:
     if wrong.any():
-        place = np.unravel_index(int(wrong.argmax()), array.shape)
-        raise Mismatch(f"{array[place]} {reason}", "".join(f"[{index}]" for index in place))
+        position = np.unravel_index(int(wrong.argmax()), array.shape)
+        raise Mismatch(f"{array[position]} {reason}", "".join(f"[{index}]" for index in position))
 
 
 def numpy_for(what: str) -> Any:

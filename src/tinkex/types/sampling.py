@@ -30,7 +30,7 @@ def parse_stop_reason(word: object) -> StopReason:
 
 
 class SamplingParams(Value):
-    """How to sample. None means that the service decides; a service that lacks one of the last four refuses it."""
+    """How to sample. None means that the service decides; a service that lacks one of the last four rejects it."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -102,15 +102,15 @@ class SampledSequence(Value):
         def __getattr__(self, name: str) -> Any:
             # Reached when a slot is empty: lists are made from the packed numbers on first use, then kept.
             if name == "tokens":
-                made = unpack("i", self._tokens)
+                values = unpack("i", self._tokens)
             elif name == "logprobs":
-                made = unpack("f", self._logprobs)
+                values = unpack("f", self._logprobs)
             elif name == "topk_logprobs":
-                made = self._topk.to_lists()
+                values = self._topk.to_lists()
             else:
                 raise AttributeError(f"SampledSequence has no attribute {name!r}")
-            object.__setattr__(self, name, made)
-            return made
+            object.__setattr__(self, name, values)
+            return values
 
     def __init__(
         self,
@@ -215,13 +215,13 @@ class SampleResponse(Value):
         def __getattr__(self, name: str) -> Any:
             # Reached when a slot is empty: lists are made from the packed numbers on first use, then kept.
             if name == "prompt_logprobs":
-                made = nan_to_none(unpack("f", self._prompt_logprobs))
+                values = nan_to_none(unpack("f", self._prompt_logprobs))
             elif name == "topk_prompt_logprobs":
-                made = self._topk.to_lists()
+                values = self._topk.to_lists()
             else:
                 raise AttributeError(f"SampleResponse has no attribute {name!r}")
-            object.__setattr__(self, name, made)
-            return made
+            object.__setattr__(self, name, values)
+            return values
 
     def __init__(
         self,

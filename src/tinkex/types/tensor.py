@@ -1,7 +1,7 @@
 """`TensorData`: numbers on their way to or from the service, as one packed buffer.
 
 The wire knows two dtypes. Every float type becomes float32 (float64 is rounded to 24 bits of precision, float16 and
-bfloat16 are exact); every int, unsigned and bool type becomes int64. What cannot be kept is refused: complex numbers,
+bfloat16 are exact); every int, unsigned and bool type becomes int64. What cannot be kept is rejected: complex numbers,
 text, objects, 1.5 as int64, a uint64 from 2^63 on, 1e39 as float32. numpy and torch are touched only if the caller did.
 """
 
@@ -50,8 +50,8 @@ class TensorData(Value, kw_only=False):
     ) -> None:
         try:
             packed = pack(data if data is not None else [], dtype)
-        except Mismatch as problem:
-            raise ValidationError(f"TensorData.data{problem.place}: {problem.reason}") from None
+        except Mismatch as error:
+            raise ValidationError(f"TensorData.data{error.place}: {error.reason}") from None
         passed_none = shape is None
         if shape in (None, ABSENT):
             shape = None if len(packed.shape) == 1 else packed.shape
@@ -113,9 +113,9 @@ class TensorData(Value, kw_only=False):
         """Numbers, nested lists of them (rectangular), an array or a tensor; `key` names a loss input."""
         try:
             packed = pack(values, dtype_of(key))
-        except Mismatch as problem:
+        except Mismatch as error:
             name = "TensorData" if key is None else f"loss_fn_inputs[{key!r}]"
-            raise ValidationError(f"{name}{problem.place}: {problem.reason}") from None
+            raise ValidationError(f"{name}{error.place}: {error.reason}") from None
         return cls.from_buffer(packed.buffer, packed.dtype, packed.shape)
 
     @classmethod
@@ -176,8 +176,8 @@ class TensorData(Value, kw_only=False):
         rows = [[pad] * self.shape[1] for _ in range(self.shape[0])]
         bounds = self.sparse_crow_indices
         for row, start, stop in zip(rows, bounds, bounds[1:], strict=False):
-            for place in range(start, stop):
-                row[self.sparse_col_indices[place]] = self.data[place]
+            for position in range(start, stop):
+                row[self.sparse_col_indices[position]] = self.data[position]
         return rows
 
     def __len__(self) -> int:
@@ -214,14 +214,14 @@ _LIST_OF_INTS = coercer(list[int])
 
 
 def _whole(name: str, values: Any) -> list[int] | None:
-    """Extents or indices, which may come from a stranger: whole numbers that fit 64 bits."""
+    """Return extents or indices, which may come from any client: whole numbers that fit 64 bits."""
     try:
-        found: list[int] | None = None if values is None else _LIST_OF_INTS(values)
-    except Mismatch as problem:
-        raise ValidationError(f"TensorData.{name}{problem.place}: {problem.reason}") from None
-    if found and not -(2**63) <= min(found) <= max(found) < 2**63:
+        numbers: list[int] | None = None if values is None else _LIST_OF_INTS(values)
+    except Mismatch as error:
+        raise ValidationError(f"TensorData.{name}{error.place}: {error.reason}") from None
+    if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**63:
         raise ValidationError(f"TensorData.{name}: a number does not fit 64 bits")
-    return found
+    return numbers
 
 
 _FLAT = frozenset(("data", "dtype"))

@@ -1,4 +1,4 @@
-"""Training: optimizers, LoRA, losses, and the requests and answers of forward_backward and optim_step."""
+"""Training: optimizers, LoRA, losses, and the requests and responses of forward_backward and optim_step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkex.types.tensor import TensorData
 
 ModelID = str
 
-# The names that are known today. A service may offer others: nothing here refuses one.
+# The names that are known today. A service may offer others: nothing here rejects one.
 LossFnType = Literal[
     "cross_entropy",
     "importance_sampling",
@@ -63,7 +63,8 @@ class OptimizerFamily(Value):
         return super().model_copy(update={**self._more, **(update or {})}, deep=deep)
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self._more == getattr(other, "_more", None)
+        # Not `and`: NotImplemented, for a value of another class, counts as true.
+        return super().__eq__(other) is True and self._more == getattr(other, "_more", None)
 
     __hash__ = Value.__hash__
 
@@ -201,7 +202,9 @@ class OptimStepRequest(Value):
     type: Literal["optim_step"] = "optim_step"
 
     def _check(self) -> None:
-        if (self.optim_params is None) == (self.adam_params is None):
+        is_given = self.optim_params is not None, self.adam_params is not None
+        # Both is right where they are the same: a dump of this value has both.
+        if not any(is_given) or (all(is_given) and self.optim_params != self.adam_params):
             raise ValidationError("OptimStepRequest needs either optim_params or adam_params.")
         if self.optim_params is None:
             object.__setattr__(self, "optim_params", self.adam_params)

@@ -1,4 +1,4 @@
-"""The bytes of a request or an answer with their two labels, and how they are compressed."""
+"""Bodies of requests and responses: bytes, content type, content encoding; compresses and decompresses them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
 MAX_BYTES = 1 << 30
-"""What a compressed body may unfold to: 200 times the official client's largest chunk of training data."""
+"""The largest decompressed body: 200 times the official client's largest chunk of training data."""
 
 # zstd unfolds one byte into at most 32 KiB (a repeated block), so a step overshoots the limit by 32 MiB at worst.
 _STEP = 1 << 10
 
 
 class Body(NamedTuple):
-    """What is sent: made once, repeated unchanged on every attempt."""
+    """The body of a request: made once, sent unchanged on every attempt."""
 
     content: bytes
     content_type: str = JSON
@@ -35,7 +35,7 @@ def compress(body: Body) -> Body:
 
 
 def decompress(content: bytes, encoding: str | None, limit_bytes: int = MAX_BYTES) -> bytes:
-    """Undo a Content-Encoding. Refuses unknown ones, broken content, and content that unfolds beyond the limit."""
+    """Undo a Content-Encoding. Rejects unknown ones, broken content, and content that unfolds beyond the limit."""
     word = (encoding or "identity").strip().lower()
     if word == "identity":
         return content
@@ -56,15 +56,15 @@ def _unzstd(content: bytes, limit_bytes: int) -> tuple[bytes, bool]:
     import zstandard
 
     try:
-        # The size in a frame's header is only a claim; going step by step trusts nobody.
+        # The size in a frame's header is only a claim; going step by step does not rely on it.
         reader = zstandard.ZstdDecompressor().decompressobj()
         plain = bytearray()
         for start in range(0, len(content), _STEP):
             plain += reader.decompress(content[start : start + _STEP])
             if len(plain) > limit_bytes:
                 break
-    except zstandard.ZstdError as problem:
-        raise ValidationError(f"The zstd body cannot be read: {problem}.") from None
+    except zstandard.ZstdError as error:
+        raise ValidationError(f"The zstd body cannot be read: {error}.") from None
     return bytes(plain), reader.eof
 
 
@@ -72,5 +72,5 @@ def _gunzip(content: bytes, limit_bytes: int) -> tuple[bytes, bool]:
     reader = zlib.decompressobj(wbits=31)
     try:
         return reader.decompress(content, limit_bytes + 1), reader.eof
-    except zlib.error as problem:
-        raise ValidationError(f"The gzip body cannot be read: {problem}.") from None
+    except zlib.error as error:
+        raise ValidationError(f"The gzip body cannot be read: {error}.") from None

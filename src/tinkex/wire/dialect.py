@@ -6,7 +6,7 @@ import enum
 
 
 class Dialect(enum.Enum):
-    """What the official clients send: the JSON of 0.4.1 … 0.24, or the mixture of 0.25 … 0.36."""
+    """How the official clients write requests: the JSON of 0.4.1 … 0.24, or the mixture of 0.25 … 0.36."""
 
     JSON = "json"
     """A field is sent if and only if it was given; an explicit None is null; no `type` words; training data as JSON."""

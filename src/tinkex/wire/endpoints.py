@@ -23,7 +23,7 @@ class Pool(enum.StrEnum):
 
 
 class Endpoint(NamedTuple):
-    """One call. `answer` names the type in `tinkex.types` that the answer (or, for a future, its result) is read as."""
+    """One call. `answer` names the type in `tinkex.types` of its response, or, for a future, of its result."""
 
     name: str
     method: str
@@ -33,13 +33,13 @@ class Endpoint(NamedTuple):
     request_type: str = ""
     """The word of `X-Tinker-Request-Type` while the result is polled for."""
     is_future: bool = False
-    """The answer is a request id; the result comes from `retrieve_future`."""
+    """The response is a request id; the result comes from `retrieve_future`."""
 
     def url(self, **parts: str) -> str:
         """The path with its placeholders filled. Ids that consist of segments (`weights/0001`) keep their slashes."""
         if parts.keys() != set(_PLACEHOLDER.findall(self.path)):
             raise TypeError(f"{self.name} needs exactly {_PLACEHOLDER.findall(self.path)}, got {sorted(parts)}")
-        return _PLACEHOLDER.sub(lambda found: _quoted(found[1], parts[found[1]]), self.path)
+        return _PLACEHOLDER.sub(lambda match: _quoted(match[1], parts[match[1]]), self.path)
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")

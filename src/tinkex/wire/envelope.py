@@ -39,7 +39,7 @@ class TryAgain(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """Finished; the answer itself has `size` bytes and comes when asked for without `allow_metadata_only`."""
+    """Finished; the response itself has `size` bytes and comes when asked for without `allow_metadata_only`."""
 
     size: int
 
@@ -110,8 +110,8 @@ def _read_protobuf(content: bytes, result_type: type[Value], sequence_ids: Seque
 
     try:
         return proto_codec.decode_answer(content, result_type, sequence_ids)
-    except ValidationError as problem:
-        raise APIResponseValidationError(message=f"The service's answer does not fit: {problem}") from None
+    except ValidationError as error:
+        raise APIResponseValidationError(message=f"The service's answer does not fit: {error}") from None
 
 
 def _content_type(headers: Mapping[str, str]) -> str:
@@ -129,14 +129,14 @@ def _queue(obj: Any) -> tuple[str, str | None]:
 
 
 def _size(obj: dict[str, Any]) -> int:
-    size = obj.get("response_payload_size", 0)  # unsaid: nothing to reserve, the answer is fetched all the same
+    size = obj.get("response_payload_size", 0)  # unsaid: nothing to reserve, the response is fetched all the same
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise APIResponseValidationError(body=obj, message=f"response_payload_size should be a count, got {size!r}")
     return size
 
 
 def _lenient(content: bytes) -> Any:
-    """The body of an answer whose status says it all: JSON if it is, text otherwise."""
+    """Return the body of a response whose status is enough: decoded JSON if it is JSON, text otherwise."""
     try:
         return json_codec.decode(content)
     except ValueError:
@@ -152,7 +152,7 @@ class Accepted(NamedTuple):
 
 
 def read_accepted(content: bytes) -> Accepted:
-    """Read the answer to a submission."""
+    """Read the response to a submission."""
     obj = json_codec.decode_answer(content)
     request_id = obj.get("request_id") if isinstance(obj, dict) else None
     if not isinstance(request_id, str) or not request_id:

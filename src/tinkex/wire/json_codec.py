@@ -1,4 +1,4 @@
-"""Values to JSON bytes and back, per dialect. Knows nothing of endpoints; what each of them sends is in `bodies`."""
+"""Converts values to JSON bytes and back, per dialect. Knows no endpoints; their bodies are in `requests`."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ V = TypeVar("V", bound=Value)
 
 
 def encode(obj: Any, *, is_finite: bool = False) -> bytes:
-    """Compact JSON. NaN and infinities are refused by name: JSON has no word for them.
+    """Compact JSON. NaN and infinities are rejected by name: JSON has no word for them.
 
     `is_finite` says that the caller has looked already: searching a long body costs more than writing it.
     """
     try:
         content = orjson.dumps(obj)
-    except TypeError as problem:
-        raise ValidationError(f"This cannot be sent as JSON: {problem}.") from None
+    except TypeError as error:
+        raise ValidationError(f"This cannot be sent as JSON: {error}.") from None
     # orjson writes a NaN as null, silently; only a body with a null in it can hide one.
     if not is_finite and b"null" in content:
-        refuse_non_finite(obj)
+        reject_non_finite(obj)
     return content
 
 
-def refuse_non_finite(obj: Any, place: str = "") -> None:
-    """Raise ValidationError with the place of the first NaN or infinity."""
+def reject_non_finite(obj: Any, where: str = "") -> None:
+    """Raise ValidationError with the where of the first NaN or infinity."""
     if isinstance(obj, float):
         if not math.isfinite(obj):
-            raise ValidationError(f"{place.removeprefix('.') or 'The value'} is {obj}, which JSON cannot carry.")
+            raise ValidationError(f"{where.removeprefix('.') or 'The value'} is {obj}, which JSON cannot carry.")
     elif isinstance(obj, dict):
         for name, entry in obj.items():
-            refuse_non_finite(entry, f"{place}.{name}")
+            reject_non_finite(entry, f"{where}.{name}")
     elif isinstance(obj, (list, tuple)):
         for index, entry in enumerate(obj):
-            refuse_non_finite(entry, f"{place}[{index}]")
+            reject_non_finite(entry, f"{where}[{index}]")
 
 
 def decode(content: bytes) -> Any:
@@ -62,7 +62,7 @@ def dump(value: Value, dialect: Dialect) -> dict[str, Any]:
 
 
 def read(cls: type[V], obj: Any) -> V:
-    """A value from decoded JSON; an answer that does not fit is an APIResponseValidationError that says why."""
+    """A value from decoded JSON; a response that does not fit is an APIResponseValidationError that says why."""
     try:
         return cls.model_validate(obj)
     except ValidationError:
@@ -70,14 +70,14 @@ def read(cls: type[V], obj: Any) -> V:
     token = is_lenient.set(True)
     try:
         return cls.model_validate(obj)
-    except ValidationError as problem:
-        raise APIResponseValidationError(body=obj, message=f"The service's answer does not fit: {problem}") from None
+    except ValidationError as error:
+        raise APIResponseValidationError(body=obj, message=f"The service's answer does not fit: {error}") from None
     finally:
         is_lenient.reset(token)
 
 
 def read_content(cls: type[V], content: bytes) -> V:
-    """`read`, from the bytes of an answer."""
+    """`read`, from the bytes of a response."""
     return read(cls, decode_answer(content))
 
 

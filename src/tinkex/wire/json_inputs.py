@@ -1,4 +1,4 @@
-"""What a model reads and learns from, as JSON per dialect: prompts, chunks, sampling parameters, datums, tensors."""
+"""Writes prompts, chunks, sampling parameters, datums and tensors as JSON, per dialect."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def _dense(tensor: TensorData) -> TensorData:
     return TensorData.from_list(tensor.tolist(), key="target_tokens" if tensor.dtype == "int64" else "weights")
 
 
-def write_tensor(tensor: TensorData, place: str) -> dict[str, Any]:
-    """A tensor as JSON has it. The numbers become text here, once, so that nobody walks over them again."""
+def write_tensor(tensor: TensorData, where: str) -> dict[str, Any]:
+    """Return a tensor as JSON has it. The numbers become text here, so that no later step walks over them again."""
     values = unpack("q" if tensor.dtype == "int64" else "f", tensor.buffer)
     # A sum of float32 values cannot overflow a double, so it is finite if and only if all of them are.
     if tensor.dtype == "float32" and not math.isfinite(sum(values)):
-        raise ValidationError(f"{place} holds NaN or an infinity, which JSON cannot carry. Mask it out before sending.")
+        raise ValidationError(f"{where} holds NaN or an infinity, which JSON cannot carry. Mask it out before sending.")
     fields: dict[str, Any] = {"data": orjson.Fragment(orjson.dumps(values)), "dtype": tensor.dtype}
     if tensor.shape is not None:
         fields["shape"] = tensor.shape

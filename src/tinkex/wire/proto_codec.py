@@ -1,4 +1,4 @@
-"""The protobuf messages of training and sampling, both directions: the client writes what the service reads and back.
+"""Encodes and decodes the protobuf messages of training and sampling, for the client and the service.
 
 Numbers stay packed from end to end: encoding passes buffers on, decoding wraps the bytes that protobuf hands out.
 What does not fit is a ValidationError that says where.
@@ -64,7 +64,7 @@ def encode_forward_backward(
     loss_fn_config: Mapping[str, float | str] | None = None,
     forward_only: bool = False,
 ) -> bytes:
-    """One training pass. Image asset pointers have no place in this message and are refused."""
+    """One training pass. Image asset pointers have no place in this message and are rejected."""
     parts: Parts = [text(_REQUEST.model_id, model_id), integer(_REQUEST.seq_id, seq_id)]
     for index, datum in enumerate(data):
         parts += message(_REQUEST.data, _datum(datum, index))
@@ -138,7 +138,7 @@ def decode_forward_backward_request(content: bytes) -> ForwardBackwardRequest | 
 
 
 def peek_forward_backward_request(content: bytes) -> tuple[str | None, int | None]:
-    """Model and number of a request whose data cannot be read, as far as they can."""
+    """Return model and sequence number of a request whose data cannot be read; None where they cannot either."""
     try:
         request = parse(pb.ForwardBackwardRequest, content)
     except ValidationError:
@@ -153,8 +153,8 @@ def _read_datum(datum: Any, index: int) -> Datum:
         if not datum.model_input_spans and not datum.loss_fn_input_spans:
             return Datum(model_input, tensors)
         return Datum(model_input, tensors, _read_spans(datum.model_input_spans), _read_spans(datum.loss_fn_input_spans))
-    except ValidationError as problem:
-        raise ValidationError(f"data[{index}]: {problem}") from None
+    except ValidationError as error:
+        raise ValidationError(f"data[{index}]: {error}") from None
 
 
 def _read_chunk(chunk: Any) -> ModelInputChunk:
@@ -183,7 +183,7 @@ def _read_spans(spans: Any) -> ProvenanceSpans:
     return out
 
 
-# ── The answer of forward and forward_backward
+# ── The response of forward and forward_backward
 
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
@@ -250,11 +250,11 @@ def _read_column(field: Any, name: str) -> list[TensorData]:
             TensorData.from_buffer(data[start:end], dtype, [(end - start) // row_bytes if row_bytes else 0, *row_shape])
             for start, end in pairwise(bounds)
         ]
-    except ValidationError as problem:
-        raise ValidationError(f"the output {name!r}: {problem}") from None
+    except ValidationError as error:
+        raise ValidationError(f"the output {name!r}: {error}") from None
 
 
-# ── The answer of asample
+# ── The response of asample
 
 
 def encode_sample_response(response: SampleResponse) -> bytes:

@@ -1,4 +1,4 @@
-"""The `Tensor` message, both directions, and how packed numbers of the four wire dtypes become those of values."""
+"""Writes and reads the `Tensor` message, and widens the four dtypes of the wire to the two of values."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def parse(kind: Any, content: bytes) -> Any:
     """A message of the generated class, or a ValidationError."""
     try:
         return kind.FromString(content)
-    except (DecodeError, UnicodeDecodeError) as problem:  # the latter from the pure-Python runtime
-        raise ValidationError(f"{len(content)} bytes are not a {kind.DESCRIPTOR.name}: {problem}") from None
+    except (DecodeError, UnicodeDecodeError) as error:  # the latter from the pure-Python runtime
+        raise ValidationError(f"{len(content)} bytes are not a {kind.DESCRIPTOR.name}: {error}") from None
 
 
 def write_tensor(tensor: TensorData) -> Parts:

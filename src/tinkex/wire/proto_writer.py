@@ -41,8 +41,8 @@ def integer(field: int, value: int, *, keep_default: bool = False) -> bytes:
     return _SMALL[field << 3] + varint(value) if value or keep_default else b""
 
 
-def text(field: int, words: str, *, keep_default: bool = False) -> bytes:
-    raw = words.encode()
+def text(field: int, value: str, *, keep_default: bool = False) -> bytes:
+    raw = value.encode()
     return _SMALL[field << 3 | 2] + varint(len(raw)) + raw if raw or keep_default else b""
 
 

@@ -1,4 +1,4 @@
-"""A request → the bytes of its body: one function per request, and `request` for any request value as it was made.
+"""Makes the body of every request: one function per request, and `request` for any request value as it was made.
 
 The bytes are those of the official clients: 0.4.1 for Dialect.JSON, 0.36.0 for Dialect.PROTO, keys in the same order
 (golden recordings pin this). The rules are in `Dialect`; these fields have quirks of their own:
@@ -47,7 +47,7 @@ from tinkex.types.training import (
 from tinkex.types.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 from tinkex.wire.body import PROTOBUF, Body
 from tinkex.wire.dialect import Dialect
-from tinkex.wire.json_codec import dump, encode, refuse_non_finite
+from tinkex.wire.json_codec import dump, encode, reject_non_finite
 from tinkex.wire.json_inputs import write_data, write_params, write_prompt, write_tensor
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def request(value: Value, dialect: Dialect) -> Body:
     return Body(encode(fields))
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
     """The options that were given; the others stay at their default, and in the JSON dialect off the wire."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -100,10 +100,10 @@ def create_session(
 ) -> Body:
     from tinkex.types.session import CreateSessionRequest
 
-    options = _given(project_id=project_id, display_name=display_name)
+    options = _without_none(project_id=project_id, display_name=display_name)
     metadata = dict(user_metadata or {})
-    made = CreateSessionRequest(tags=list(tags), user_metadata=metadata, sdk_version=sdk_version, **options)
-    return request(made, dialect)
+    value = CreateSessionRequest(tags=list(tags), user_metadata=metadata, sdk_version=sdk_version, **options)
+    return request(value, dialect)
 
 
 def session_heartbeat(session_id: str, *, dialect: Dialect) -> Body:
@@ -157,7 +157,7 @@ def telemetry(
 
 def _typed(fields: dict[str, Any], word: str, dialect: Dialect) -> Body:
     if dialect is Dialect.PROTO:
-        fields = _given(**fields) | {"type": word}
+        fields = _without_none(**fields) | {"type": word}
     return Body(encode(fields))
 
 
@@ -174,15 +174,15 @@ def create_model(
     *,
     dialect: Dialect,
 ) -> Body:
-    made = CreateModelRequest(
+    value = CreateModelRequest(
         session_id=session_id,
         model_seq_id=model_seq_id,
         base_model=base_model,
         user_metadata=None if user_metadata is None else dict(user_metadata),
         lora_config=lora_config,
-        **_given(optimizer_config=optimizer_config),
+        **_without_none(optimizer_config=optimizer_config),
     )
-    fields = dump(made, dialect)
+    fields = dump(value, dialect)
     if optimizer_config is not None:
         # Told apart by its `type`, which therefore travels in either dialect.
         fields["optimizer_config"] = dump(optimizer_config, Dialect.PROTO)
@@ -215,7 +215,7 @@ def forward_backward(
         return Body(content, PROTOBUF)
     batch = {"data": write_data(data), "loss_fn": loss_fn, "loss_fn_config": _config(loss_fn_config)}
     key = "forward_input" if forward_only else "forward_backward_input"
-    refuse_non_finite(batch["loss_fn_config"], "loss_fn_config")
+    reject_non_finite(batch["loss_fn_config"], "loss_fn_config")
     return Body(encode({key: batch, "model_id": model_id, "seq_id": seq_id}, is_finite=True))
 
 
@@ -272,7 +272,7 @@ def save_weights(
     *,
     dialect: Dialect,
 ) -> Body:
-    options = _given(ttl_seconds=ttl_seconds, overwrite=overwrite or None, user_metadata=user_metadata)
+    options = _without_none(ttl_seconds=ttl_seconds, overwrite=overwrite or None, user_metadata=user_metadata)
     return request(SaveWeightsRequest(model_id=model_id, path=path, seq_id=seq_id, **options), dialect)
 
 
@@ -287,7 +287,7 @@ def save_weights_for_sampler(
     dialect: Dialect,
 ) -> Body:
     """A path makes a named checkpoint, a sampling_session_seq_id an ephemeral sampler."""
-    options = _given(
+    options = _without_none(
         path=path,
         sampling_session_seq_id=sampling_session_seq_id,
         ttl_seconds=ttl_seconds,
@@ -323,7 +323,7 @@ def load_weights(
     dialect: Dialect,
 ) -> Body:
     """Load into a model that exists. `optimizer` None leaves the choice to a JSON service; PROTO then sends False."""
-    options = _given(optimizer=optimizer, weights_access_token=weights_access_token)
+    options = _without_none(optimizer=optimizer, weights_access_token=weights_access_token)
     return request(LoadWeightsRequest(model_id=model_id, path=path, seq_id=seq_id, **options), dialect)
 
 
@@ -338,16 +338,16 @@ def create_model_from_weights(
     weights_access_token: str | None = None,
 ) -> Body:
     """load_weights that makes the model too, for services that announce create_model_via_load_weights."""
-    options = _given(
+    options = _without_none(
         base_model=base_model,
         user_metadata=user_metadata,
         optimizer_config=optimizer_config,
         weights_access_token=weights_access_token,
     )
-    made = LoadWeightsRequest(
+    value = LoadWeightsRequest(
         session_id=session_id, model_seq_id=model_seq_id, path=path, optimizer=optimizer, **options
     )
-    return request(made, Dialect.PROTO)
+    return request(value, Dialect.PROTO)
 
 
 def weights_info(tinker_path: str) -> Body:
@@ -362,7 +362,7 @@ def copy_weights(
     ttl_seconds: int | None = None,
     weights_access_token: str | None = None,
 ) -> Body:
-    fields = _given(
+    fields = _without_none(
         session_id=session_id,
         model_seq_id=model_seq_id,
         destination_project_id=destination_project_id,

@@ -84,7 +84,7 @@ class SSEDecoder:
 
 
 def encode(event: str, data: str | bytes) -> bytes:
-    """One event as bytes; without a name, readers take it as a `message`. Line ends inside `data` arrive as LF."""
+    """Return one event as bytes; without a name, readers take it as a `message`. Line ends in `data` arrive as LF."""
     if _LINE_END.search(event):
         raise ValueError(f"an event's name is one line, got {event!r}")
     text = data.decode() if isinstance(data, bytes) else data

@@ -1,4 +1,4 @@
-"""The alias, there for one test and gone after it."""
+"""Installs the alias for one test and removes it afterwards."""
 
 from __future__ import annotations
 

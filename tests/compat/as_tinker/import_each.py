@@ -1,4 +1,4 @@
-"""Runs inside the cookbook's environment: imports modules, each in a forked process, and tells what came of it.
+"""Runs inside the cookbook's environment: imports modules, each in a forked process, and prints the errors.
 
 Reads {"modules": […], "limit_s": …} and writes [[module, ""] or [module, why not]]. Needs the standard library only.
 """

@@ -48,7 +48,7 @@ def test_every_type_the_official_package_exports_is_there(tinker: ModuleType, re
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_module_of_types_imports_and_holds_the_types_it_defines(tinker: ModuleType, release: str) -> None:
+def test_every_official_types_module_imports_and_has_its_types(tinker: ModuleType, release: str) -> None:
     wrong = []
     for path, names in recorded(f"type_modules_{release}").items():
         module = importlib.import_module(f"tinker.types.{path}")
@@ -85,14 +85,14 @@ def test_inner_module_paths_that_programs_use_lead_to_the_same_classes(
     assert getattr(importlib.import_module(module), name) is getattr(tinkex, ours)
 
 
-def test_the_version_is_the_protocols_by_every_way_of_asking(tinker: ModuleType) -> None:
+def test_every_way_to_read_the_version_gives_the_protocol_version(tinker: ModuleType) -> None:
     from tinker._version import __version__
 
     assert tinker.__version__ == __version__ == importlib.metadata.version("tinker") == "0.36.0"
     assert tinker.__title__ == "tinker"
 
 
-def test_model_dump_of_compat_takes_upstreams_arguments(tinker: ModuleType) -> None:
+def test_compat_model_dump_takes_the_official_arguments(tinker: ModuleType) -> None:
     from tinker._compat import model_dump
 
     params = tinker.AdamParams(learning_rate=0.5)
@@ -100,7 +100,7 @@ def test_model_dump_of_compat_takes_upstreams_arguments(tinker: ModuleType) -> N
     assert "learning_rate" not in model_dump(params, exclude={"learning_rate"})
 
 
-def test_star_imports_give_what_upstream_lists(tinker: ModuleType) -> None:
+def test_star_imports_give_the_official_names(tinker: ModuleType) -> None:
     space: dict[str, Any] = {}
     exec("from tinker import *", space)
     assert space["Datum"] is tinkex.Datum and space["types"] is tinker.types
@@ -109,7 +109,7 @@ def test_star_imports_give_what_upstream_lists(tinker: ModuleType) -> None:
     assert space["ImageChunk"] is tinkex.types.ImageChunk
 
 
-def test_a_missing_name_or_inner_module_is_refused_as_an_import_error(tinker: ModuleType) -> None:
+def test_a_missing_name_or_module_is_an_import_error(tinker: ModuleType) -> None:
     with pytest.raises(ImportError, match="nothing_like_it"):
         from tinker import nothing_like_it  # noqa: F401
     with pytest.raises(AttributeError, match="nothing_like_it"):
@@ -136,7 +136,7 @@ def test_uninstalling_leaves_no_trace() -> None:
     as_tinker.uninstall()
 
 
-def test_installing_after_the_real_package_was_imported_is_refused(
+def test_installing_after_the_real_package_was_imported_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tinker.py").write_text("")
@@ -174,7 +174,7 @@ def test_import_tinker_through_the_alias_loads_nothing_heavy() -> None:
 # -- what is refused, and what stands in ------------------------------------------------------------------------------
 
 
-def test_losses_on_the_service_are_refused_with_the_way_out(tinker: ModuleType) -> None:
+def test_server_side_losses_are_rejected_with_an_alternative(tinker: ModuleType) -> None:
     service = tinker.ServiceClient(base_url="http://127.0.0.1:9")
     with pytest.raises(tinkex.ValidationError, match="forward_backward_custom"):
         service.create_custom_loss(lambda logprobs: (logprobs.sum(), {}), {"target_tokens": 1})
@@ -183,18 +183,18 @@ def test_losses_on_the_service_are_refused_with_the_way_out(tinker: ModuleType) 
 
 
 @pytest.mark.parametrize("kind", ["tinker", "like httpx"])
-def test_a_timeout_object_sets_the_time_for_an_answer(tinker: ModuleType, kind: str) -> None:
+def test_a_timeout_object_sets_the_response_timeout(tinker: ModuleType, kind: str) -> None:
     timeout = tinker.Timeout(30.0, read=7.0) if kind == "tinker" else SimpleNamespace(connect=30.0, read=7.0)
     service = tinker.ServiceClient(base_url="http://127.0.0.1:9", timeout=timeout)
     assert service._session.config.timeout_s == 7.0
 
 
-def test_a_timeout_fills_the_phases_that_are_not_named(tinker: ModuleType) -> None:
+def test_a_timeout_applies_to_phases_without_their_own(tinker: ModuleType) -> None:
     assert tinker.Timeout(5.0, connect=1.0).as_dict() == {"connect": 1.0, "read": 5.0, "write": 5.0, "pool": 5.0}
     assert tinker.Timeout(5.0) == tinker.Timeout(5.0) != tinker.Timeout(6.0)
 
 
-def test_queue_states_equal_the_words_that_observers_get(tinker: ModuleType) -> None:
+def test_queue_states_equal_the_strings_that_observers_get(tinker: ModuleType) -> None:
     from tinker.lib.api_future_impl import QueueState
 
     states = recorded("0.36.0", SURFACE)["unexported"]["lib.api_future_impl.QueueState"]["members"]
@@ -202,7 +202,7 @@ def test_queue_states_equal_the_words_that_observers_get(tinker: ModuleType) -> 
     assert QueueState.PAUSED_CAPACITY == "paused_capacity"
 
 
-def test_a_retry_config_has_upstreams_fields_and_is_taken_by_samplers(
+def test_a_retry_config_has_the_official_fields_and_samplers_accept_it(
     tinker: ModuleType, service: ScriptedService
 ) -> None:
     from tinker.lib.retry_handler import RetryConfig
@@ -214,7 +214,7 @@ def test_a_retry_config_has_upstreams_fields_and_is_taken_by_samplers(
         assert client.create_sampling_client(base_model="tinkex/tiny", retry_config=config).base_model == "tinkex/tiny"
 
 
-def test_an_awaitable_concurrent_future_gives_what_the_inner_one_got(tinker: ModuleType) -> None:
+def test_an_awaitable_concurrent_future_returns_the_inner_result(tinker: ModuleType) -> None:
     from tinker.lib.public_interfaces import AwaitableConcurrentFuture
 
     inner: concurrent.futures.Future[int] = concurrent.futures.Future()
@@ -234,7 +234,7 @@ def test_an_awaitable_concurrent_future_gives_what_the_inner_one_got(tinker: Mod
 # -- tinker.auth ------------------------------------------------------------------------------------------------------
 
 
-def test_the_token_is_the_key_that_is_set(tinker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_the_configured_api_key(tinker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tinker.auth.get_tinker_token() is None
     assert not tinker.auth.tinker_has_credentials()
     monkeypatch.setenv("TINKER_API_KEY", "tml-set")
@@ -257,9 +257,7 @@ def test_a_service_on_this_machine_needs_no_credentials(tinker: ModuleType, monk
     assert tinker.auth.get_tinker_token() is None
 
 
-def test_accessibility_is_one_question_that_opens_no_session(
-    tinker: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checking_accessibility_opens_no_session(tinker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptedService(api_key="tml-right") as service:
         monkeypatch.setenv("TINKER_BASE_URL", service.url)
         monkeypatch.setenv("TINKER_API_KEY", "tml-right")
@@ -271,7 +269,7 @@ def test_accessibility_is_one_question_that_opens_no_session(
             tinker.auth.raise_if_tinker_not_accessible()
 
 
-def test_an_unreachable_service_is_told_at_once(tinker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_service_fails_at_once(tinker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
     with pytest.raises(tinker.APIConnectionError):
         tinker.auth.raise_if_tinker_not_accessible()

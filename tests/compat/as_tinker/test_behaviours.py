@@ -1,4 +1,4 @@
-"""What the cookbook relies on beyond names: the behaviours of the official clients that its code would notice missing.
+"""Behaviours of the official clients, beyond names, that tinker-cookbook's code relies on.
 
 Each runs through the alias, against a scripted service.
 """
@@ -202,7 +202,7 @@ def test_clients_carry_the_ids_that_programs_read(client: Any, training: Any, se
     assert both.get_base_model() == TINY
 
 
-def test_chunks_and_errors_are_told_apart_by_isinstance(tinker: ModuleType) -> None:
+def test_isinstance_distinguishes_chunks_and_errors(tinker: ModuleType) -> None:
     text = tinker.EncodedTextChunk(tokens=[1])
     image = tinker.types.ImageChunk(data=b"png", format="png", expected_tokens=2)
     pointer = tinker.types.ImageAssetPointerChunk(location="asset://1", format="png", expected_tokens=2)
@@ -242,13 +242,13 @@ def test_a_failed_operation_is_a_tinker_error(
     assert isinstance(caught.value, tinker.RequestFailedError)
 
 
-def test_a_refused_call_is_both_a_tinker_error_and_a_value_error(tinker: ModuleType, training: Any) -> None:
+def test_a_rejected_call_is_both_a_tinker_error_and_a_value_error(tinker: ModuleType, training: Any) -> None:
     for kind in (tinker.TinkerError, ValueError):
         with pytest.raises(kind):
             training.forward_backward([], "cross_entropy")
 
 
-def test_a_prompt_over_the_context_is_refused_in_the_words_that_proxies_look_for(tinker: ModuleType) -> None:
+def test_a_prompt_over_the_context_is_rejected_with_the_text_that_proxies_match(tinker: ModuleType) -> None:
     has_asked = threading.Event()
     stop = events.on("request", lambda seen: seen.endpoint == "get_server_capabilities" and has_asked.set())
     with ScriptedService(max_context_length=16) as service, tinker.ServiceClient(base_url=service.url) as client:
@@ -266,7 +266,7 @@ def test_a_prompt_over_the_context_is_refused_in_the_words_that_proxies_look_for
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_datum_converts_what_it_is_given_and_is_frozen(tinker: ModuleType) -> None:
+def test_a_datum_converts_its_inputs_and_is_frozen(tinker: ModuleType) -> None:
     import torch
 
     prompt = tinker.ModelInput.from_ints([1, 2])
@@ -339,21 +339,21 @@ def test_steps_submitted_before_any_was_awaited_run_in_the_order_of_the_calls(
 # -- what reaches the service ------------------------------------------------------------------------------------------
 
 
-def test_a_state_saved_without_a_ttl_is_kept(training: Any, service: ScriptedService) -> None:
+def test_a_state_saved_without_a_ttl_does_not_expire(training: Any, service: ScriptedService) -> None:
     kept = training.save_state("kept", ttl_seconds=None).result().path
     short = training.save_state("short", ttl_seconds=3600).result().path
     assert service.checkpoints[kept].expires_at is None
     assert service.checkpoints[short].expires_at is not None
 
 
-def test_the_renderers_name_travels_with_the_run(client: Any, training: Any) -> None:
+def test_the_renderer_name_is_stored_with_the_run(client: Any, training: Any) -> None:
     path = training.save_state("one").result().path
     run = client.create_rest_client().get_training_run_by_tinker_path(path).result()
     assert run.user_metadata == {"renderer_name": "role_colon"}
     assert (run.base_model, run.lora_rank) == (TINY, 8)
 
 
-def test_a_client_that_fails_tells_the_service_so(tinker: ModuleType, service: ScriptedService) -> None:
+def test_a_client_that_fails_reports_it_to_the_service(tinker: ModuleType, service: ScriptedService) -> None:
     client = tinker.ServiceClient(base_url=service.url)
     client.create_sampling_client(base_model=TINY)
     client.close("errored", "the loss is NaN").result()
@@ -364,9 +364,7 @@ def test_a_client_that_fails_tells_the_service_so(tinker: ModuleType, service: S
 # -- calls of earlier releases ----------------------------------------------------------------------------------------
 
 
-def test_metadata_in_second_place_is_taken_as_0_4_1_means_it(
-    client: Any, training: Any, service: ScriptedService
-) -> None:
+def test_metadata_as_second_argument_is_read_as_in_0_4_1(client: Any, training: Any, service: ScriptedService) -> None:
     path = training.save_state("one").result().path
     resumed = client.create_training_client_from_state(path, {"resumed": "yes"})
     metadata = service.models[resumed.model_id].user_metadata
@@ -374,7 +372,7 @@ def test_metadata_in_second_place_is_taken_as_0_4_1_means_it(
     assert resumed.base_model == TINY
 
 
-def test_a_sampler_can_be_asked_for_without_waiting(
+def test_a_sampler_can_be_created_without_waiting(
     tinker: ModuleType, client: Any, training: Any, service: ScriptedService
 ) -> None:
     ephemeral = training.save_weights_and_get_sampling_client_submit().result()
@@ -385,6 +383,6 @@ def test_a_sampler_can_be_asked_for_without_waiting(
     assert len(service.samplers) == 2
 
 
-def test_the_audit_log_is_had_from_the_rest_client_too(client: Any, tinker: ModuleType) -> None:
+def test_the_rest_client_returns_the_audit_log_too(client: Any, tinker: ModuleType) -> None:
     log = client.create_rest_client().get_audit_log(day=datetime.date(2025, 1, 2)).result()
     assert isinstance(log, tinker.types.AuditLogResponse)

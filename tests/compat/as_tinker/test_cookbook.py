@@ -11,7 +11,7 @@ from . import cookbook_forms, cookbook_imports
 
 
 @pytest.mark.parametrize("form", cookbook_forms.recorded())
-def test_every_form_by_which_the_cookbook_names_tinker_resolves(tinker: ModuleType, form: str) -> None:
+def test_every_import_and_name_in_the_cookbook_resolves(tinker: ModuleType, form: str) -> None:
     if " " in form:
         exec(form, {})
         return
@@ -21,7 +21,7 @@ def test_every_form_by_which_the_cookbook_names_tinker_resolves(tinker: ModuleTy
     assert value is not None
 
 
-def test_forms_are_found_in_all_the_ways_they_are_written() -> None:
+def test_every_way_to_write_an_import_is_found() -> None:
     source = (
         "import tinker\nimport tinker.types\nfrom tinker import types as t\nfrom tinker.types.datum import Datum\n"
         "x: 'tinker.Datum' = t.ModelInput.from_ints([1])\ny = Datum(tinker.types.StopReason)\nother.tinker.Nothing\n"

@@ -60,14 +60,14 @@ def told(cwd: Path, *arguments: str) -> Any:
     return json.loads(run(cwd, *arguments))
 
 
-def test_a_script_sees_what_it_sees_under_python(folder: Path) -> None:
+def test_a_script_runs_as_under_plain_python(folder: Path) -> None:
     script = os.path.join(folder.name, "program.py")
     plain = told(folder.parent, script, "--lr", "1")
     assert told(folder.parent, "-m", "tinkex.as_tinker", script, "--lr", "1") == plain
     assert plain["argv"] == [script, "--lr", "1"]
 
 
-def test_a_module_sees_what_it_sees_under_python(folder: Path) -> None:
+def test_a_module_runs_as_under_plain_python(folder: Path) -> None:
     plain = told(folder, "-m", "program", "-x")
     assert told(folder, "-m", "tinkex.as_tinker", "-m", "program", "-x") == plain
 
@@ -76,12 +76,12 @@ def test_a_scripts_exit_code_is_passed_on(folder: Path) -> None:
     run(folder, "-m", "tinkex.as_tinker", "program.py", "--fail", code=3)
 
 
-def test_a_missing_script_is_told_as_python_tells_it(folder: Path) -> None:
+def test_a_missing_script_gives_the_error_of_python(folder: Path) -> None:
     assert "can't open file" in run(folder, "-m", "tinkex.as_tinker", "nowhere.py", code=2)
 
 
 @pytest.mark.parametrize("arguments", [(), ("-m",), ("-c", "pass")])
-def test_a_wrong_call_is_answered_with_the_usage(folder: Path, arguments: tuple[str, ...]) -> None:
+def test_a_wrong_call_prints_the_usage(folder: Path, arguments: tuple[str, ...]) -> None:
     assert run(folder, "-m", "tinkex.as_tinker", *arguments, code=2).startswith("usage:")
 
 
@@ -107,7 +107,7 @@ def test_processes_spawned_by_a_program_that_called_install_find_tinker_too(fold
 
 
 @pytest.mark.slow
-def test_a_script_runs_on_this_package_though_the_real_one_is_installed(folder: Path, tmp_path: Path) -> None:
+def test_a_script_uses_the_alias_even_if_the_real_package_is_installed(folder: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     (site / "tinker").mkdir(parents=True)
     (site / "tinker" / "__init__.py").write_text("raise RuntimeError('the real one')")

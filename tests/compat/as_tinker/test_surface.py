@@ -64,7 +64,7 @@ def test_every_method_of_the_official_clients_is_there(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.36.0", "0.4.1"])
-def test_every_argument_is_taken_by_its_name_and_at_its_place(release: str) -> None:
+def test_every_argument_has_the_official_name_and_position(release: str) -> None:
     wrong = []
     for row in methods(release):
         parameters = inspect.signature(ours(row)).parameters
@@ -81,7 +81,7 @@ def test_every_argument_is_taken_by_its_name_and_at_its_place(release: str) -> N
 
 
 @pytest.mark.parametrize("release", ["0.36.0", "0.4.1"])
-def test_what_is_awaited_upstream_is_a_coroutine_function_here(release: str) -> None:
+def test_official_coroutine_functions_are_coroutine_functions_here(release: str) -> None:
     wrong = [str(row) for row in methods(release) if row.is_coroutine and not inspect.iscoroutinefunction(ours(row))]
     assert wrong == []
 

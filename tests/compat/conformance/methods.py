@@ -38,7 +38,7 @@ class Excuse(NamedTuple):
     why: str
 
 
-_NO_BILLING = Excuse("refused", "There is no billing", "There is no billing here; /metrics counts tokens and requests.")
+_NO_BILLING = Excuse("refused", "has no billing", "There is no billing here; /metrics counts tokens and requests.")
 _NO_TRACE = Excuse("refused", "keeps no trace", "No traces are kept; the log and /metrics tell what a session did.")
 _NO_TOKEN = Excuse(
     "stopped",

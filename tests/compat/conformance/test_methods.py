@@ -1,4 +1,4 @@
-"""The page that says which methods work is what a real service does with them."""
+"""docs/compatibility.md says of every method what a real service does with it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def found(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {client: probe(client, live.url, tmp_path_factory.mktemp(client)) for client in (OFFICIAL, OURS)}
 
 
-def test_nothing_fails_that_the_list_of_refusals_does_not_explain(found: dict[str, Found]) -> None:
+def test_every_failure_is_a_listed_exception(found: dict[str, Found]) -> None:
     assert [row for row in outcomes(found) if row[2].startswith("fails")] == []
 
 
-def test_every_refusal_on_the_list_is_still_one(found: dict[str, Found]) -> None:
+def test_every_listed_exception_is_still_one(found: dict[str, Found]) -> None:
     for client, excuses in EXCUSES.items():
         explained = {
             name for one, name, result in outcomes(found) if one == client and result in ("refused", "stopped")
@@ -30,7 +30,7 @@ def test_every_refusal_on_the_list_is_still_one(found: dict[str, Found]) -> None
         assert excuses.keys() <= explained
 
 
-def test_the_page_says_what_was_found(found: dict[str, Found]) -> None:
+def test_the_compatibility_page_shows_the_measured_results(found: dict[str, Found]) -> None:
     assert page(found) == PAGE.read_text(encoding="utf-8"), "python -m tests.compat.conformance.methods --write"
 
 

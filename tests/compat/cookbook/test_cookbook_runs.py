@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
-def test_its_supervised_training_on_its_own_conversations_lowers_the_loss(
+def test_cookbook_supervised_training_lowers_the_loss(
     python: Path, server: LiveServer, client: str, tmp_path: Path
 ) -> None:
     run = environment.run(python, client, "supervised.py", server.url, SMOLLM2, tmp_path)
@@ -49,7 +49,7 @@ def test_its_supervised_training_on_its_own_conversations_lowers_the_loss(
     assert _checkpoints(server, run) == kept | {f"sampler_{name}" for name in kept}, "rolling ones are deleted"
 
 
-def test_a_supervised_run_that_was_cut_goes_on_where_its_last_checkpoint_was(
+def test_an_interrupted_supervised_run_resumes_from_its_last_checkpoint(
     python: Path, server: LiveServer, client: str, tmp_path: Path
 ) -> None:
     arguments = ("supervised.py", server.url, TINY, tmp_path, "--learning-rate", "0.01", "--max-length", "256")
@@ -70,7 +70,7 @@ def test_a_supervised_run_that_was_cut_goes_on_where_its_last_checkpoint_was(
     _assert_no_complaint(run)
 
 
-def test_its_rl_training_takes_three_steps_in_a_local_environment_and_a_second_start_finds_it_done(
+def test_cookbook_rl_training_takes_three_steps_and_a_second_start_finds_it_done(
     python: Path, server: LiveServer, client: str, tmp_path: Path
 ) -> None:
     run = environment.run(python, client, "rl.py", server.url, SMOLLM2, tmp_path)
@@ -86,14 +86,16 @@ def test_its_rl_training_takes_three_steps_in_a_local_environment_and_a_second_s
     assert "Training was already complete" in again.output
 
 
-def test_its_rl_training_streams_minibatches(python: Path, server: LiveServer, client: str, tmp_path: Path) -> None:
+def test_cookbook_rl_training_streams_minibatches(
+    python: Path, server: LiveServer, client: str, tmp_path: Path
+) -> None:
     run = environment.run(python, client, "rl.py", server.url, TINY, tmp_path, "--mode", "stream", "--loss", "ppo")
     assert run.code == 0, run.output[-5000:]
     _assert_three_on_policy_steps(run)
     _assert_no_complaint(run)
 
 
-def test_its_rl_training_runs_off_policy(python: Path, server: LiveServer, client: str, tmp_path: Path) -> None:
+def test_cookbook_rl_training_runs_off_policy(python: Path, server: LiveServer, client: str, tmp_path: Path) -> None:
     run = environment.run(python, client, "rl.py", server.url, TINY, tmp_path, "--mode", "async")
     assert run.code == 0, run.output[-5000:]
     # The cookbook's loop ends with its queue, and may not log the last step.

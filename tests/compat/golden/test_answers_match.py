@@ -1,5 +1,8 @@
-"""What an official client accepts, ours accepts, and reads the same from it. The canned answers and the outcomes were
-recorded from the real packages; where we say no, or something else, on purpose, the reason stands here."""
+"""Responses that an official client accepts are accepted by ours, which reads the same from them.
+
+The canned responses and the outcomes were recorded from the real packages. Where ours differs on purpose, the reason is
+in the tables below.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def accepted(version: str) -> list[Any]:
 
 @pytest.mark.parametrize(("version", "variant"), [row for version in VERSIONS for row in accepted(version)])
 @pytest.mark.filterwarnings("ignore")
-def test_what_an_official_client_accepts_ours_accepts(
+def test_responses_that_an_official_client_accepts_are_accepted(
     version: str, variant: Variant, servers: dict[str, GoldenServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rest, "TRACE_POLL_S", 0.01)
@@ -97,7 +100,7 @@ def test_what_an_official_client_accepts_ours_accepts(
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_ours_refuses_it_refuses_within_its_error_tree(
+def test_rejected_responses_raise_a_tinkex_error(
     version: str, variant: Variant, servers: dict[str, GoldenServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rest, "TRACE_POLL_S", 0.01)

@@ -413,6 +413,7 @@ def test_exit_with_samples_in_flight_is_quick_and_clean(proto_service: ScriptedS
     assert told.count("SESSION_END") == 5, "the goodbye was not said"
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_exit_with_training_in_flight_and_a_loop_that_awaits_it_is_quick_and_clean(
     proto_service: ScriptedService,

@@ -149,7 +149,7 @@ def test_the_byte_budget_bounds_what_is_in_flight_but_lets_one_giant_through() -
         gate.release(6)
         gate.release(1)
         await gate.acquire(1000)  # alone: admitted, however large
-        return gate.held, gate.held_bytes == 1000
+        return gate.admitted, gate.admitted_bytes == 1000
 
     assert asyncio.run(go()) == (1, True)
 
@@ -164,7 +164,7 @@ def test_a_cancelled_waiter_leaves_the_gate_as_it_was() -> None:
         await asyncio.gather(waiting, return_exceptions=True)
         gate.release()
         await asyncio.wait_for(gate.acquire(), 1)
-        return gate.held, gate.waiting
+        return gate.admitted, gate.waiting
 
     assert asyncio.run(go()) == (1, 0)
 
@@ -306,7 +306,7 @@ def test_a_service_that_tells_the_size_again_and_again_is_asked_at_a_measured_pa
         assert sampler.sample(prompt(), 1, PARAMS).result(10).sequences
         assert time.monotonic() - started > 0.1
         answers = client._session.link().limiter.results
-        assert (answers.held, answers.held_bytes) == (0, 0)
+        assert (answers.admitted, answers.admitted_bytes) == (0, 0)
 
 
 def test_the_time_an_announced_answer_took_to_fetch_is_told_apart(connect: Connect) -> None:

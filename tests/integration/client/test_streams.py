@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -157,7 +159,7 @@ def test_a_rate_limited_stream_slows_all_samplers_down_and_does_not_fail(
     assert time.monotonic() - started >= 0.3
     assert sampler.stats()["rate_limited"] == 1
     limiter = sampler._session.link().limiter
-    assert (limiter.dispatch.held, limiter.dispatch.held_bytes, limiter.samples.held) == (0, 0, 0)
+    assert (limiter.dispatch.admitted, limiter.dispatch.admitted_bytes, limiter.samples.admitted) == (0, 0, 0)
 
 
 def test_a_stream_the_service_rejects_is_not_sent_again(
@@ -201,7 +203,7 @@ def test_an_abandoned_stream_is_cancelled(sampler: tinkex.SamplingClient, heard:
     assert [(event.operation, event.ok, event.error) for event in heard["step"]] == [("stream", False, "ClosedError")]
     link = sampler._session.link()
     assert not link.operations.in_flight
-    assert link.limiter.samples.held == 0
+    assert link.limiter.samples.admitted == 0
 
 
 def test_a_reader_that_is_cancelled_ends_the_stream(
@@ -218,6 +220,22 @@ def test_a_reader_that_is_cancelled_ends_the_stream(
             await asyncio.wait_for(read(), 0.2)
 
     asyncio.run(main())
+    _wait_until(lambda: bool(heard["step"]))
+    assert not sampler._session.link().operations.in_flight
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals to threads")
+def test_ctrl_c_while_a_token_is_waited_for_ends_the_stream(
+    proto_service: ScriptedService, sampler: tinkex.SamplingClient, heard: dict[str, list[Any]]
+) -> None:
+    proto_service.script.on("sample_stream", do=Delay(30.0))
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(sampler.stream(prompt(), PARAMS))
+    assert time.monotonic() - started < 5
     _wait_until(lambda: bool(heard["step"]))
     assert not sampler._session.link().operations.in_flight
 

@@ -1,6 +1,6 @@
-"""Everything that the SDK would refuse, sent past it: the service refuses it in words, and nobody is the worse for it.
+"""Training requests that the SDK would reject, sent without it: the service rejects each with a clear message.
 
-After each case the same run goes on at once with the same weights and no gradient, and so does another tenant's.
+After each case the same run continues with the same weights and no gradient, and so does another tenant's run.
 """
 
 from __future__ import annotations

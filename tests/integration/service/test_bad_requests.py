@@ -1,4 +1,4 @@
-"""Bad names, paths, samples, polls and bodies, sent past any SDK. After each case a run of each tenant goes on."""
+"""Bad names, paths, samples, polls and bodies, sent without an SDK. After each case the runs of both tenants work."""
 
 from __future__ import annotations
 

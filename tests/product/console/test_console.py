@@ -110,7 +110,7 @@ def test_every_page_shows_its_data_in_both_themes_and_on_a_phone(page: Browser, 
     assert len(backgrounds) == 2
 
 
-def test_text_of_users_stays_text(page: Browser, stage: Stage) -> None:
+def test_text_from_users_is_never_html(page: Browser, stage: Stage) -> None:
     page.open(f"{stage.url}/#/runs/{stage.nasty_id}")
     page.wait(lambda: page.texts("h1") == [NASTY], "the heading")
     for address in ("#/runs", "#/checkpoints", "#/playground"):
@@ -120,14 +120,14 @@ def test_text_of_users_stays_text(page: Browser, stage: Stage) -> None:
     assert "harmed" not in str(page.run("return document.title"))
 
 
-def test_the_browser_itself_refuses_html_made_of_text(page: Browser, stage: Stage) -> None:
+def test_the_browser_itself_rejects_html_made_from_text(page: Browser, stage: Stage) -> None:
     page.open(f"{stage.url}/")
     with pytest.raises(BrowserError, match="TrustedHTML"):
         page.run("document.body['inner' + 'HTML'] = '<p>text</p>'")
     assert any("TrustedHTML" in line for line in page.complaints())
 
 
-def test_a_run_that_is_not_there_is_said_to_be_so(browser: Browser, stage: Stage) -> None:
+def test_an_unknown_run_shows_a_message(browser: Browser, stage: Stage) -> None:
     browser.open(f"{stage.url}/#/runs/nobody:train:0")
     browser.wait_text("This run does not exist, or it belongs to another tenant.")
     assert any("404" in line for line in browser.complaints())  # what the browser itself logs of the answer
@@ -174,7 +174,7 @@ def fact_of_row(page: Browser, name: str, label: str) -> str:
     )
 
 
-def test_mouse_and_arrow_keys_tell_the_values_of_a_step_in_all_plots(page: Browser, stage: Stage) -> None:
+def test_mouse_and_arrow_keys_show_the_values_of_a_step_in_all_plots(page: Browser, stage: Stage) -> None:
     page.open(run_of(stage))
     page.find("path.line.is-rate")
     steps = ask(stage.url, f"/api/v1/training_runs/{stage.training.model_id}/steps")["steps"]
@@ -194,7 +194,9 @@ def test_mouse_and_arrow_keys_tell_the_values_of_a_step_in_all_plots(page: Brows
     assert all(text.startswith("latest") for text in page.texts(".readout"))
 
 
-def test_a_run_of_5000_steps_is_drawn_with_few_points_and_at_once(page: Browser, stage: Stage) -> None:
+def test_a_run_of_5000_steps_is_drawn_with_few_points_and_not_redrawn_by_the_cursor(
+    page: Browser, stage: Stage
+) -> None:
     add_runs(stage.server, "long")
     add_steps(stage.server, "long", 5000)
     page.open(f"{stage.url}/#/runs/long:train:0")
@@ -280,7 +282,7 @@ def sample(page: Browser, **fields: str) -> None:
     page.click("button.primary")
 
 
-def test_the_playground_tells_the_log_probability_of_each_token(page: Browser, stage: Stage) -> None:
+def test_the_playground_shows_the_log_probability_of_each_token(page: Browser, stage: Stage) -> None:
     path = saved(stage, "for-you")["tinker_path"]
     page.open(f"{stage.url}/#/checkpoints")
     page.click("[aria-label='Try for-you']")
@@ -301,7 +303,7 @@ def test_the_playground_tells_the_log_probability_of_each_token(page: Browser, s
     page.picture(PICTURES / "playground-token.png", is_whole=False)
 
 
-def test_models_stand_side_by_side_and_stop_at_a_button(page: Browser, stage: Stage) -> None:
+def test_two_models_sample_side_by_side_until_stop_is_pressed(page: Browser, stage: Stage) -> None:
     open_playground(page, stage)
     page.click("label[for=columns-2]")
     assert len(page.texts(".column")) == 2
@@ -326,7 +328,7 @@ def test_models_stand_side_by_side_and_stop_at_a_button(page: Browser, stage: St
     page.wait(lambda: ask(stage.url, "/api/v1/service_state")["running_samples"] == 0, "the service to stop too")
 
 
-def test_a_chat_goes_on_from_what_was_said(page: Browser, stage: Stage) -> None:
+def test_a_chat_keeps_its_earlier_messages(page: Browser, stage: Stage) -> None:
     open_playground(page, stage)
     page.click("label[for=mode-chat]")
     for message in ("Good day.", "And then?"):
@@ -338,7 +340,7 @@ def test_a_chat_goes_on_from_what_was_said(page: Browser, stage: Stage) -> None:
     assert page.texts(".turn") == []
 
 
-def test_what_the_service_refuses_is_told_in_its_words(browser: Browser, stage: Stage) -> None:
+def test_errors_of_the_service_are_shown_with_its_message(browser: Browser, stage: Stage) -> None:
     open_playground(browser, stage)
     sample(browser, prompt="x", max_tokens="90000")
     browser.wait_text("Shorten it, or set max_tokens to at most")
@@ -358,7 +360,7 @@ def test_a_checkpoint_is_published_and_unpublished(page: Browser, stage: Stage) 
     assert saved(stage, "first")["public"] is False
 
 
-def test_a_checkpoint_is_given_an_expiry_and_loses_it(page: Browser, stage: Stage) -> None:
+def test_the_expiry_of_a_checkpoint_can_be_set_and_removed(page: Browser, stage: Stage) -> None:
     page.open(run_of(stage))
     page.click("[aria-label='Set the expiry of first']")
     page.run("document.querySelector('#life').value = '604800'")
@@ -371,7 +373,7 @@ def test_a_checkpoint_is_given_an_expiry_and_loses_it(page: Browser, stage: Stag
     page.wait(lambda: saved(stage, "first")["expires_at"] is None, "no expiry")
 
 
-def test_a_checkpoint_is_deleted_only_if_one_says_so(page: Browser, stage: Stage) -> None:
+def test_a_checkpoint_is_deleted_only_after_confirmation(page: Browser, stage: Stage) -> None:
     page.open(f"{stage.url}/#/checkpoints")
     page.click("[aria-label='Delete second']")
     assert page.focused() == "Cancel"
@@ -385,7 +387,7 @@ def test_a_checkpoint_is_deleted_only_if_one_says_so(page: Browser, stage: Stage
     assert not saved(stage, "second")
 
 
-def test_a_download_is_the_files_of_the_checkpoint(page: Browser, stage: Stage) -> None:
+def test_a_download_has_the_files_of_the_checkpoint(page: Browser, stage: Stage) -> None:
     page.open(f"{stage.url}/#/checkpoints")
     page.click("[aria-label='Download to-go']")
     file = page.downloads / "archive.tar"
@@ -400,7 +402,7 @@ def test_a_download_is_the_files_of_the_checkpoint(page: Browser, stage: Stage) 
 # ── Keys, tenants, prefix
 
 
-def test_a_key_is_asked_for_and_a_wrong_one_refused(browser: Browser, keyed: Prefixed) -> None:
+def test_the_console_asks_for_an_api_key_and_rejects_a_wrong_one(browser: Browser, keyed: Prefixed) -> None:
     browser.size(*DESK)
     browser.open(keyed.page)
     browser.find("#key")
@@ -421,7 +423,7 @@ def test_a_key_is_asked_for_and_a_wrong_one_refused(browser: Browser, keyed: Pre
     assert [line for line in browser.complaints() if "401" not in line] == []
 
 
-def test_a_key_in_the_address_is_taken_and_removed_at_once(page: Browser, keyed: Prefixed) -> None:
+def test_an_api_key_in_the_url_is_used_and_removed_from_the_history(page: Browser, keyed: Prefixed) -> None:
     page.open(f"{keyed.page}#key={BOB}")
     page.wait_text("No runs yet.")
     assert BOB not in str(page.run("return navigation.entries().map((entry) => entry.url)"))
@@ -431,7 +433,7 @@ def test_a_key_in_the_address_is_taken_and_removed_at_once(page: Browser, keyed:
     assert ALICE not in str(page.run("return navigation.entries().map((entry) => entry.url)"))
 
 
-def test_the_first_page_teaches_ten_lines_that_work_and_only_their_tenant_sees_it(
+def test_the_ten_lines_on_the_first_page_work_and_only_their_tenant_sees_the_run(
     page: Browser, keyed: Prefixed
 ) -> None:
     page.open(f"{keyed.page}#key={ALICE}")
@@ -506,7 +508,7 @@ def test_every_field_and_button_has_a_name(page: Browser, stage: Stage) -> None:
         assert nameless == []
 
 
-def test_the_theme_can_be_chosen_and_is_kept(page: Browser, stage: Stage) -> None:
+def test_the_chosen_theme_is_remembered(page: Browser, stage: Stage) -> None:
     page.open(f"{stage.url}/")
     light = page.run("return getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
@@ -518,7 +520,7 @@ def test_the_theme_can_be_chosen_and_is_kept(page: Browser, stage: Stage) -> Non
     assert page.texts("#theme") == ["Theme: auto"]
 
 
-def test_a_lost_connection_is_said_and_mends_itself(browser: Browser, stage: Stage) -> None:
+def test_a_lost_connection_is_shown_and_recovers(browser: Browser, stage: Stage) -> None:
     browser.open(f"{stage.url}/#/runs")
     browser.find("tbody a")
     browser.offline(True)
@@ -530,7 +532,7 @@ def test_a_lost_connection_is_said_and_mends_itself(browser: Browser, stage: Sta
     assert [line for line in browser.complaints() if "ERR_INTERNET_DISCONNECTED" not in line] == []
 
 
-def test_nothing_is_asked_while_nobody_looks(page: Browser, stage: Stage) -> None:
+def test_a_hidden_page_sends_no_requests(page: Browser, stage: Stage) -> None:
     page.open(f"{stage.url}/#/runs")
     page.find("tbody a")
     page.run(
@@ -550,7 +552,7 @@ def is_steady(page: Browser, script: str, seconds: float) -> bool:
     return bool(page.run(script) == before)
 
 
-def test_the_queue_tells_what_waits_and_why(page: Browser, stage: Stage) -> None:
+def test_the_queue_shows_what_waits_and_why(page: Browser, stage: Stage) -> None:
     page.open(f"{stage.url}/#/queue")
     page.find(".facts")
     waiting = [stage.training.forward_backward(data() * 30, "cross_entropy") for _ in range(8)]

@@ -1,4 +1,4 @@
-"""The console's files over plain HTTP: what is answered to whom, and what they may not hold."""
+"""The console's files over plain HTTP: who gets which response, and what they must not contain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 FILES = sorted(file.name for file in FOLDER.iterdir() if file.name != "index.html" and not file.name.startswith("__"))
 
 
-def test_a_browser_is_given_the_page_and_a_program_the_facts(served: Served) -> None:
+def test_a_browser_gets_the_page_and_a_program_gets_json(served: Served) -> None:
     page, facts = served.ask("GET", "/", headers=HTML), served.ask("GET", "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8" and b"<main" in page.content
     assert facts.json["api"] == f"{served.base_url}/api/v1"
@@ -22,7 +22,7 @@ def test_a_browser_is_given_the_page_and_a_program_the_facts(served: Served) -> 
     assert served.ask("HEAD", "/", headers=HTML).headers["etag"] == page.headers["etag"]
 
 
-def test_every_file_comes_with_its_type_and_is_not_sent_twice(served: Served) -> None:
+def test_every_file_has_its_content_type_and_is_cached(served: Served) -> None:
     assert len(FILES) > 10
     for name in FILES:
         first = served.ask("GET", f"/console/{name}")
@@ -53,7 +53,7 @@ def test_no_name_leads_out_of_the_folder(served: Served) -> None:
         assert answer.status == 404 and b"import" not in answer.content, name
 
 
-def test_the_files_need_no_key_and_what_they_show_does(serve: Callable[..., Served]) -> None:
+def test_the_console_files_need_no_api_key_and_its_data_does(serve: Callable[..., Served]) -> None:
     served = serve(api_keys=("tml-alice-0123456789",))
     assert served.ask("GET", "/", headers=HTML).status == 200
     assert served.ask("GET", "/console/main.js").status == 200
@@ -74,7 +74,7 @@ def test_the_address_without_its_last_slash_leads_to_the_page(
         assert served.ask("GET", f"{prefix}/console/main.js").status == 200
 
 
-def test_an_archives_address_is_told_where_a_redirect_cannot_be_read(served: Served) -> None:
+def test_an_archive_address_is_in_the_body_where_a_redirect_cannot_be_read(served: Served) -> None:
     run = served.training_run()
     served.checkpoint(run)
     asked = f"training_runs/{run.id}/checkpoints/weights/0001/archive"
@@ -83,7 +83,7 @@ def test_an_archives_address_is_told_where_a_redirect_cannot_be_read(served: Ser
     assert told.json["url"] == served.ask("GET", asked).headers["location"]
 
 
-def test_the_page_makes_no_html_of_text_and_names_no_other_host() -> None:
+def test_the_page_makes_no_html_from_text_and_names_no_other_host() -> None:
     forbidden = re.compile(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|setHTML|srcdoc"
         r"|createContextualFragment|javascript:"

@@ -113,7 +113,7 @@ def test_state_of_other_settings_or_of_another_release_is_not_used(tmp_path: Pat
 
 
 @pytest.mark.full
-def test_smollm2_learns_orders_it_has_never_seen(tmp_path: Path) -> None:
+def test_smollm2_generalises_to_unseen_orders(tmp_path: Path) -> None:
     before, after = supervised.run(Stage(tmp_path, "smollm2-135m", 0, supervised.STEPS))
     assert before <= 0.1 * supervised.EXAM and after >= 0.8 * supervised.EXAM
 

@@ -1,4 +1,4 @@
-"""The demos' tasks: what is asked, what counts as right."""
+"""The demos' tasks: their questions, and which answers count as right."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the documents promise is run."""
+"""Runs what the documents promise."""

@@ -14,7 +14,7 @@ from scripts import make_docs, make_reference
 from tests.product.docs.pages import ROOT
 
 
-def test_the_made_parts_of_the_pages_say_what_the_code_says() -> None:
+def test_the_generated_parts_of_the_pages_match_the_code() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "make_docs.py", "--check"], capture_output=True, text=True, check=False
     )
@@ -31,7 +31,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("page", make_docs.MADE)
-def test_a_page_that_was_edited_is_noticed_and_mended(
+def test_an_edited_page_is_noticed_and_written_again(
     page: str, copies: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = (copies / page).read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_a_page_that_was_edited_is_noticed_and_mended(
     assert (copies / page).read_text(encoding="utf-8") == right
 
 
-def test_a_page_without_its_marks_is_refused(copies: Path) -> None:
+def test_a_page_without_its_marks_is_rejected(copies: Path) -> None:
     (copies / "docs" / "cli.md").write_text("# The command\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="marks"):
         make_docs.main([])
@@ -54,7 +54,7 @@ def reference() -> dict[str, str]:
     return make_reference.pages()
 
 
-def test_the_reference_says_what_the_code_says(reference: dict[str, str]) -> None:
+def test_the_reference_matches_the_code(reference: dict[str, str]) -> None:
     present = {path.name: path.read_text(encoding="utf-8") for path in make_reference.REFERENCE.glob("*.md")}
     stale = sorted(name for name in reference | present if reference.get(name) != present.get(name))
     assert not stale, "run python scripts/make_reference.py"
@@ -66,7 +66,7 @@ def test_every_public_name_has_a_heading_in_the_reference(reference: dict[str, s
     assert not missing
 
 
-def test_a_reference_page_that_was_edited_or_left_over_is_noticed_and_mended(
+def test_an_edited_or_stale_reference_page_is_noticed_and_written_again(
     reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(make_reference, "REFERENCE", tmp_path)

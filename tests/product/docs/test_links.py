@@ -1,4 +1,4 @@
-"""Links lead somewhere, tests that are named exist, and so do the files that prose speaks of."""
+"""Links have a target, and the tests and files that the documents name exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents become a static site: whole, closed in itself, every link alive. A dead one stops the build."""
+"""The documents build into a static site with every page and no dead link; a dead one stops the build."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def pages(site: Path) -> dict[Path, Page]:
 
 
 @pytest.mark.slow
-def test_every_page_of_the_documents_is_in_the_site_and_at_its_side(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_page_of_the_documents_is_in_the_site_and_its_navigation(site: Path, pages: dict[Path, Page]) -> None:
     documents = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
     assert [name for name in documents if not (site / name).is_file()] == []
     reached, waiting = set[Path](), [site / "index.html"]

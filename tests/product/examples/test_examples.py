@@ -30,7 +30,7 @@ def change(name: str, text: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("number", EXAMPLES)
-def test_every_example_tells_how_to_run_it_and_finds_its_service_in_the_same_way(number: str) -> None:
+def test_every_example_documents_its_command_and_finds_its_service_the_same_way(number: str) -> None:
     text = EXAMPLES[number].read_text(encoding="utf-8")
     assert f"python examples/{EXAMPLES[number].name} --model smollm2-135m" in text
     assert text.count(SERVICE_LINE) == 1
@@ -38,7 +38,7 @@ def test_every_example_tells_how_to_run_it_and_finds_its_service_in_the_same_way
     assert 50 <= len(text.splitlines()) <= 150
 
 
-def test_chat_fine_tuning_lowers_the_loss_and_weighs_the_answers_alone(run: Run, live: LiveServer) -> None:
+def test_chat_fine_tuning_lowers_the_loss_and_weights_only_the_answers(run: Run, live: LiveServer) -> None:
     ran = run("01", live.url, f"--model={TINY}", "--steps=10")
     losses = [record.loss for record in ran.names["progress"].history]
     assert len(losses) == 10
@@ -85,7 +85,7 @@ def test_reinforcement_raises_the_reward(run: Run, live: LiveServer, loss: str) 
     assert len(re.findall(r"^\d \+ \d = '.*', reward [01]\.\d\d$", ran.out, re.MULTILINE)) == 8
 
 
-def test_a_right_answer_is_worth_more_than_any_other_number() -> None:
+def test_a_right_answer_is_rewarded_more_than_any_other_number() -> None:
     reward_of = runpy.run_path(str(EXAMPLES["02"]))["reward_of"]
     assert reward_of("12", 12) == 1.0
     assert reward_of("13", 12) == 0.5
@@ -124,7 +124,7 @@ def test_many_adapters_train_together_and_the_best_is_named_first(run: Run, live
     assert [last for *_, last in outcomes] == sorted(last for *_, last in outcomes)
 
 
-def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_happened(run: Run, live: LiveServer) -> None:
+def test_a_killed_run_resumes_and_ends_with_the_same_result(run: Run, live: LiveServer) -> None:
     ran = run("06", live.url, f"--model={TINY}", "--steps=10")
     assert "the first process ended with -9 in step 6" in ran.out
     assert "going on after step 4" in ran.out
@@ -142,7 +142,7 @@ def test_evaluation_sees_the_weights_of_its_step_and_exact_match_rises(run: Run,
     assert "best after step 16" in ran.out
 
 
-def test_openai_reads_base_and_adapter_whole_and_streamed(run: Run, live: LiveServer) -> None:
+def test_the_openai_client_samples_base_and_adapter_with_and_without_streaming(run: Run, live: LiveServer) -> None:
     ran = run("08", live.url, f"--model={TINY}", "--steps=25")
     base = re.search(r"^base model: (.*)$", ran.out, re.MULTILINE)
     adapter = re.search(r"^adapter: '(.*)'$", ran.out, re.MULTILINE)
@@ -155,7 +155,7 @@ def test_openai_reads_base_and_adapter_whole_and_streamed(run: Run, live: LiveSe
     assert likely[1] > 3 * likely[0], "the adapter is surer of what it was taught"
 
 
-def test_peft_gives_the_log_probabilities_of_the_service(run: Run, live: LiveServer) -> None:
+def test_peft_computes_the_log_probabilities_of_the_service(run: Run, live: LiveServer) -> None:
     ran = run("09", live.url, f"--model={TINY}", "--steps=6")
     assert "downloaded adapter_config.json, adapter_model.safetensors" in ran.out
     base, adapter = re.findall(r"(?:base|adapter) (-[\d.]+)", ran.out)
@@ -175,9 +175,7 @@ def scripted() -> ScriptedService:
     )
 
 
-def test_many_samples_outlast_a_service_that_says_slow_down_and_one_is_streamed(
-    run: Run, scripted: ScriptedService
-) -> None:
+def test_many_samples_survive_429_and_one_is_streamed(run: Run, scripted: ScriptedService) -> None:
     with scripted:
         scripted.script.on("asample", times=5, do=Status(429, headers={"retry-after-ms": "20"}))
         ran = run("10", scripted.url, f"--model={TINY}", "--prompts=100")
@@ -196,7 +194,7 @@ def test_checkpoints_are_saved_resumed_listed_and_deleted(run: Run, live: LiveSe
     assert "0 checkpoints left" in ran.out
 
 
-def test_watching_tells_waits_retries_and_where_the_time_went(run: Run, scripted: ScriptedService) -> None:
+def test_watching_shows_waits_retries_and_where_the_time_went(run: Run, scripted: ScriptedService) -> None:
     with scripted:
         scripted.script.on("create_model", nth=1, do=Status(503, headers={"retry-after-ms": "20"}))
         scripted.script.on("forward_backward", nth=1, do=Pending("paused_capacity", "no room now", times=2))
@@ -209,6 +207,6 @@ def test_watching_tells_waits_retries_and_where_the_time_went(run: Run, scripted
     assert re.search(r"forward_backward: \d\.\d+ s = submit .* \+ queue .* \+ compute .* \+ fetch", ran.out)
 
 
-def test_an_example_on_a_model_that_is_not_served_says_so(run: Run, live: LiveServer) -> None:
+def test_an_example_on_a_model_that_is_not_served_prints_why(run: Run, live: LiveServer) -> None:
     with pytest.raises(tinkex.TinkexError, match="no/such"):
         run("11", live.url, "--model=no/such")

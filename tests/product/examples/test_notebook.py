@@ -22,7 +22,7 @@ def test_the_notebook_has_the_code_of_the_program() -> None:
     assert all(line in code for line in ("tinkex.local(MODEL)", "forward_backward(", "optim_step(", "close()"))
 
 
-def test_a_program_that_was_changed_alone_is_noticed(
+def test_a_program_changed_without_its_notebook_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = tmp_path / make_notebook.PROGRAM.name
@@ -32,7 +32,7 @@ def test_a_program_that_was_changed_alone_is_noticed(
     assert "make_notebook.py" in capsys.readouterr().err
 
 
-def test_its_outputs_are_those_of_a_run_small_and_without_paths_of_a_machine() -> None:
+def test_the_notebook_outputs_are_real_small_and_without_local_paths() -> None:
     text = make_notebook.NOTEBOOK.read_text(encoding="utf-8")
     cells = json.loads(text)["cells"]
     outputs = ["".join(output["text"]) for cell in cells for output in cell.get("outputs", [])]

@@ -284,6 +284,29 @@ def test_a_place_that_cannot_be_written_is_named(service: ScriptedService, link:
         fetch(link, url_of(service, "tinker://r/weights/n"), tmp_path / "taken" / "file")
 
 
+def test_a_download_is_counted_and_its_retries_are_announced(
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
+) -> None:
+    path = save(service)
+    content = content_of(service, path)
+    service.script.on("file", nth=1, do=Status(503, "busy"))
+    events: list[Any] = []
+    stops = [tinkex.on(name, events.append) for name in ("request", "retry")]
+    try:
+        assert fetch(link, url_of(service, path), tmp_path / "file").read_bytes() == content
+    finally:
+        for stop in stops:
+            stop()
+    first, retry, second = events
+    assert (first.endpoint, first.status, first.attempt) == ("download", 503, 1)
+    assert (retry.endpoint, retry.attempt) == ("download", 1)
+    assert "very-secret" not in retry.reason
+    assert (second.endpoint, second.status, second.attempt, second.received_bytes) == ("download", 200, 2, len(content))
+    counted = link.stats.snapshot()
+    assert (counted["requests"], counted["retries"]) == (2, 1)
+    assert counted["received_bytes"] == first.received_bytes + len(content)
+
+
 # -- archives ---------------------------------------------------------------------------------------------------------
 
 

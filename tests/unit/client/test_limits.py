@@ -14,10 +14,10 @@ def test_a_gate_with_no_places_still_admits_one_at_a_time() -> None:
         await asyncio.wait_for(gate.acquire(), 1)
         second = asyncio.ensure_future(gate.acquire())
         await asyncio.sleep(0)
-        held, is_in = gate.held, second.done()
+        held, is_in = gate.admitted, second.done()
         gate.release()
         await asyncio.wait_for(second, 1)
-        return held, is_in, gate.held
+        return held, is_in, gate.admitted
 
     assert asyncio.run(main()) == (1, False, 1)
 
@@ -31,6 +31,6 @@ def test_small_ones_go_on_when_the_large_one_before_them_is_cancelled() -> None:
         await asyncio.sleep(0)
         large.cancel()
         await asyncio.wait_for(small, 1)
-        assert (gate.held, gate.held_bytes) == (2, 60)
+        assert (gate.admitted, gate.admitted_bytes) == (2, 60)
 
     asyncio.run(main())

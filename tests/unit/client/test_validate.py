@@ -183,6 +183,7 @@ def test_images_count_their_tokens_and_unknown_sizes_are_left_to_the_service() -
     assert check_data([Datum(unknown, {"target_tokens": [1] * 9})], "cross_entropy")
 
 
+@pytest.mark.timing
 def test_checking_a_large_batch_costs_little() -> None:
     tokens = list(range(2048))
     prompt = ModelInput.from_ints(tokens)
@@ -322,6 +323,7 @@ def test_a_prompt_of_unknown_length_is_left_to_the_service() -> None:
     assert check_sampling(image, 1, SamplingParams(max_tokens=10**6), 128)
 
 
+@pytest.mark.timing
 def test_checking_a_sample_takes_microseconds() -> None:
     prompt, params = ModelInput.from_ints(range(512)), SamplingParams(max_tokens=64, temperature=0.7)
 

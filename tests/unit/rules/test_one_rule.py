@@ -26,7 +26,7 @@ from tinkex.events import StepEvent
 from tinkex.rules import limits, losses
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.routes.training import _adam
-from tinkex.server.sampling.sample_queue import Target
+from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.sampling.sample_spec import spec_of
 from tinkex.server.training.checks import check_data
 from tinkex.server.training.steps import steps_of
@@ -155,7 +155,7 @@ def test_sampling_parameters_are_rejected_in_the_same_words(model: loaded_model.
     prompt, sampling = ModelInput.from_ints([1, 2]), SamplingParams(**params)
     client = words_of(validate.check_sampling, prompt, 1, sampling)
     request = SampleRequest(prompt=prompt, sampling_params=sampling)
-    assert client and client == words_of(spec_of, request, Target(model.info))
+    assert client and client == words_of(spec_of, request, SampleTarget(model.info))
 
 
 def test_a_prompt_beyond_the_context_is_rejected_in_the_same_words(model: loaded_model.Model) -> None:
@@ -163,7 +163,7 @@ def test_a_prompt_beyond_the_context_is_rejected_in_the_same_words(model: loaded
     prompt, sampling = ModelInput.from_ints([1] * 2000), SamplingParams(max_tokens=100)
     client = words_of(validate.check_sampling, prompt, 1, sampling, model.info.max_context_length)
     request = SampleRequest(prompt=prompt, sampling_params=sampling)
-    assert client == words_of(spec_of, request, Target(model.info)) == str(ContextOverflow(2000, 100, 2048))
+    assert client == words_of(spec_of, request, SampleTarget(model.info)) == str(ContextOverflow(2000, 100, 2048))
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------

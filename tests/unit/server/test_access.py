@@ -1,4 +1,4 @@
-"""Keys: who is let in, as whom, and how soon not any more."""
+"""API keys: which requests are accepted, for which tenant, and how soon a revoked key stops working."""
 
 from __future__ import annotations
 

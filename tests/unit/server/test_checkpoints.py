@@ -1,4 +1,4 @@
-"""Checkpoints: listed, described, published, kept, copied, deleted; each tenant's own."""
+"""Endpoints for checkpoints: list, describe, publish, expire, copy, delete; each tenant sees its own."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from prometheus_client import generate_latest
 
 import tinkex
 from tests.unit.server.conftest import CONFIG, WEIGHTS, Answer, Served
@@ -95,6 +96,13 @@ def test_head_tells_the_size_and_sends_nothing(served: Served, archive: str) -> 
     answer = served.ask("HEAD", archive)
     assert (answer.status, answer.content) == (200, b"")
     assert int(answer.headers["content-length"]) == len(served.ask("GET", archive).content)
+
+
+def test_downloads_are_counted_by_name_and_not_by_link(served: Served, archive: str) -> None:
+    assert served.ask("GET", archive).status == 200
+    page = generate_latest(served.service.metrics.registry).decode()
+    assert 'tinkex_requests_total{endpoint="download_file",status="200"} 1.0' in page
+    assert archive.split("/")[-2] not in page
 
 
 def test_a_link_expires_and_cannot_be_altered(served: Served, archive: str) -> None:

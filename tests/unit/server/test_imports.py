@@ -1,4 +1,4 @@
-"""Import of PEFT adapters: what is taken, what is refused, and that nothing is left behind."""
+"""Import of PEFT adapters: what is accepted, what is rejected, and that no file is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the console is told: steps out of the journal, the queue, failures; to each tenant its own."""
+"""Endpoints for the console: the steps of a run from the journal, the queue, failures; each tenant sees its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The janitor: what it takes away, what it leaves, and that nothing stops it."""
+"""The janitor: what it deletes, what it keeps, and that an error does not stop it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told: read with its own parser, over HTTP, from a service with a scripted engine."""
+"""The metrics for Prometheus, read with its own parser, over HTTP, from a service with a scripted engine."""
 
 from __future__ import annotations
 

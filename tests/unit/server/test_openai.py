@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint, asked with the `openai` package over HTTP, with the real engine on the tiny model."""
+"""The OpenAI-compatible API, used with the `openai` package over HTTP, with the real engine on the tiny model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from tinkex.engine.models import registry
 from tinkex.server.app import make_app
 from tinkex.server.http import event_stream
 from tinkex.server.main import build
-from tinkex.server.sampling.sample_queue import Target
+from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.service import Service
 from tinkex.settings import ServeConfig
+from tinkex.store.errors import DiskFull
 from tinkex.store.store import Store
 from tinkex.types.inputs import Datum, ModelInput
 
@@ -506,7 +507,7 @@ class Scripted:
         self._events = events
         self._gate = gate
 
-    async def run(self, tenant: str, target: Target, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
+    async def run(self, tenant: str, target: SampleTarget, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
         if self._gate is not None:
             await asyncio.to_thread(self._gate.wait, 10)
         for event in self._events:
@@ -571,6 +572,13 @@ def test_an_unexpected_failure_reveals_no_internals(live: Live) -> None:
                 client.completions.create(model=TINY, prompt="a", stream=is_streamed)
             assert "secret" not in str(caught.value.body)
             assert caught.value.type == "server_error"
+
+
+def test_a_full_disk_is_503_as_in_the_rest_of_the_api(live: Live) -> None:
+    with scripted(live, [DiskFull()]) as url, client_of(url) as client:
+        with pytest.raises(openai.InternalServerError, match="disk is full") as caught:
+            client.completions.create(model=TINY, prompt="a")
+        assert (caught.value.status_code, caught.value.code) == (503, "store_unavailable")
 
 
 def test_requests_are_counted_by_endpoint_and_not_by_path(live: Live, client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Requests in OpenAI's words: what is taken over, what is refused, and how it is said. No HTTP, no engine."""
+"""Requests in OpenAI's format: what is supported, what is rejected, and with which message. No HTTP, no engine."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from tests.unit.server.test_worker import TINY, running, scenario
 from tinkex.engine.contract import Sampled, SampleSpec, SequenceOutput
 from tinkex.server.routes import sampling as routes
 from tinkex.server.sampling import sample_queue
-from tinkex.server.sampling.sample_queue import PolledSample, Target
+from tinkex.server.sampling.sample_queue import PolledSample, SampleTarget
 from tinkex.server.service import Service
 
-TARGET = Target(TINY)
+TARGET = SampleTarget(TINY)
 
 
 def spec(**given: int) -> SampleSpec:

@@ -1,4 +1,4 @@
-"""Sessions, runs and what the service says of itself, over HTTP and through the SDK."""
+"""Endpoints for sessions, runs and the service itself, over HTTP and through the SDK."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def test_a_poll_during_shutdown_says_try_again_and_not_unknown(
 
 
 @scenario
-async def test_a_result_that_expired_is_410_for_its_tenant_and_unknown_to_others(tmp_path: Path) -> None:
+async def test_an_expired_result_is_410_for_its_tenant_and_404_for_others(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         queue = await new_run(service)
         row = OperationRecord(
@@ -82,7 +82,7 @@ class Slow(FakeEngine):
 
 
 @scenario
-async def test_an_operation_that_keeps_killing_the_engine_takes_no_other_tenants_operation_with_it(
+async def test_an_operation_that_keeps_killing_the_engine_fails_alone(
     tmp_path: Path,
 ) -> None:
     engine = Slow()

@@ -1,4 +1,4 @@
-"""Keys: unguessable, hashed, recognisable."""
+"""API keys: random, stored as hashes, recognizable by their hint."""
 
 from __future__ import annotations
 

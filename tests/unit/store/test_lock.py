@@ -1,4 +1,4 @@
-"""One server per data folder, told by the operating system."""
+"""One server per data folder, with a lock of the operating system."""
 
 from __future__ import annotations
 

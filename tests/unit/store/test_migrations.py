@@ -1,4 +1,4 @@
-"""Databases of every age open, or are refused with a sentence."""
+"""Databases of older releases are upgraded; newer or broken ones are rejected with a clear message."""
 
 from __future__ import annotations
 

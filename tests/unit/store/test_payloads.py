@@ -1,4 +1,4 @@
-"""Large payloads are files: complete before they are named, gone when they are not."""
+"""Large payloads are files: written before a row refers to them, deleted when none does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract, on SQLite and on PostgreSQL: what goes in comes out, once, in order, and only to its tenant."""
+"""The contract of the store, on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was acknowledged is there after kill -9, lost connections and other programs; and it is quick enough."""
+"""Acknowledged writes survive kill -9, lost connections and other programs; and a write is quick."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def pull(args: argparse.Namespace) -> int:
 
 
 def on_this_machine(cache_dir: Path) -> Iterator[LocalModel]:
-    """Models that could be served without a network. Those of the hub's cache are told if its library is here."""
+    """Yield the models that can be served without a network. Those in the hub's cache need huggingface_hub."""
     from tinkex.engine.models import smollm2, tiny
 
     folders = cache_dir / "models"

@@ -120,18 +120,18 @@ def http(connection: ServiceProbe) -> tuple[list[Finding], bool]:
     """Check that the service responds, and compare its clock with ours."""
     started = REAL.now()
     try:
-        answer = connection.ask(endpoints.HEALTHZ)
-    except TinkexError as problem:
+        response = connection.ask(endpoints.HEALTHZ)
+    except TinkexError as error:
         remedy = "The address responds, but not with HTTP. Check base_url, and any proxy in between."
-        return [Finding("HTTP", "FAIL", redact(str(problem)), remedy)], False
+        return [Finding("HTTP", "FAIL", redact(str(error)), remedy)], False
     took_s = REAL.now() - started
-    detail = f"GET {endpoints.HEALTHZ.path} answered {answer.status} ({took_s * 1000:.0f} ms)"
+    detail = f"GET {endpoints.HEALTHZ.path} answered {response.status} ({took_s * 1000:.0f} ms)"
     findings = [Finding("HTTP", "ok", detail)]
-    if answer.status >= 500:
+    if response.status >= 500:
         findings = [Finding("HTTP", "FAIL", detail, "The service is starting, or it has a fault. Try again soon.")]
-    elif answer.status >= 400:
+    elif response.status >= 400:
         findings = [Finding("HTTP", "ok", f"{detail}; the service has no health check")]
-    return [*findings, clock(answer.headers.get("date"), REAL.wall() - took_s / 2)], True
+    return [*findings, clock(response.headers.get("date"), REAL.wall() - took_s / 2)], True
 
 
 def clock(date: str | None, wall: float) -> Finding:
@@ -152,11 +152,11 @@ def service(connection: ServiceProbe) -> list[Finding]:
     """Check the handshake: dialect and limits, as the service announces them."""
     try:
         dialect, server, own = connection.handshake()
-    except (TinkexError, ValueError) as problem:  # ValueError: the answer is no JSON
+    except (TinkexError, ValueError) as error:  # ValueError: the response is no JSON
         remedy = "Is base_url the address of a Tinker API? It is the part before /api/v1."
-        if getattr(problem, "status_code", 0) in (401, 403):
+        if getattr(error, "status_code", 0) in (401, 403):
             remedy = "Set TINKER_API_KEY to a key of this service."
-        return [Finding("dialect", "FAIL", redact(str(problem)), remedy)]
+        return [Finding("dialect", "FAIL", redact(str(error)), remedy)]
     if dialect is Dialect.JSON:
         return [Finding("dialect", "ok", "JSON: a service with a protocol before 0.18, which announces no limits")]
     offers = ", ".join(name for name, is_on in own.items() if is_on is True)
@@ -174,20 +174,20 @@ def key(connection: ServiceProbe) -> Finding:
     """Check that the service accepts the key, with a call that every service protects."""
     row = endpoints.LIST_TRAINING_RUNS
     try:
-        answer = connection.ask(row, f"{row.path}?limit=1")
-    except TinkexError as problem:
-        return Finding("key", "FAIL", redact(str(problem)), "Try again; the service responded before.")
-    if answer.status in (401, 403):
+        response = connection.ask(row, f"{row.path}?limit=1")
+    except TinkexError as error:
+        return Finding("key", "FAIL", redact(str(error)), "Try again; the service responded before.")
+    if response.status in (401, 403):
         return Finding(
-            "key", "FAIL", f"rejected (HTTP {answer.status})", "Set TINKER_API_KEY to a key of this service."
+            "key", "FAIL", f"rejected (HTTP {response.status})", "Set TINKER_API_KEY to a key of this service."
         )
-    if answer.status == 402:
+    if response.status == 402:
         return Finding("key", "FAIL", "accepted, but the account cannot pay (HTTP 402)", "Check the account's billing.")
-    if answer.status >= 400:
+    if response.status >= 400:
         return Finding(
             "key",
             "warn",
-            f"unknown: HTTP {answer.status}",
+            f"unknown: HTTP {response.status}",
             "Try again; if it persists, ask the operator of the service.",
         )
     return Finding("key", "ok", "accepted")
@@ -196,12 +196,12 @@ def key(connection: ServiceProbe) -> Finding:
 def models(connection: ServiceProbe) -> tuple[Finding, list[SupportedModel]]:
     """List the models that the service offers."""
     try:
-        answer = connection.ask(endpoints.GET_SERVER_CAPABILITIES)
-        if answer.status >= 400:
-            return Finding("models", "warn", f"unknown: HTTP {answer.status}", "Check the key."), []
-        offered = json_codec.read(GetServerCapabilitiesResponse, json_codec.decode(answer.content)).supported_models
-    except (TinkexError, ValueError) as problem:
-        return Finding("models", "warn", redact(str(problem)), "Ask the operator of the service."), []
+        response = connection.ask(endpoints.GET_SERVER_CAPABILITIES)
+        if response.status >= 400:
+            return Finding("models", "warn", f"unknown: HTTP {response.status}", "Check the key."), []
+        offered = json_codec.read(GetServerCapabilitiesResponse, json_codec.decode(response.content)).supported_models
+    except (TinkexError, ValueError) as error:
+        return Finding("models", "warn", redact(str(error)), "Ask the operator of the service."), []
     if not offered:
         return Finding("models", "warn", "the service offers no models", "Ask the operator of the service."), []
     shown = ", ".join(map(_model, offered[:8])) + (f" and {len(offered) - 8} more" if len(offered) > 8 else "")

@@ -1,6 +1,6 @@
 """Calls to the service: check, encode, send, retry, limit, poll, combine.
 
-    send               one exchange: headers, credential, statistics, events
+    send               one exchange, whole or streamed: headers, credential, statistics, events
     attempts           Attempts: the one loop that repeats a failed request
     retry              when to try again (pure)
     limits             Gate, Limiter: how much may be in flight
@@ -11,7 +11,6 @@
     training_calls     what a training client puts into its queue
     sampling_session   the numbers of a sampler's samples
     sample_call        one sample
-    event_stream       server-sent events
     chunks             cuts the data of one call into requests
     metrics            combines the metrics of chunks
     validate           checks arguments before anything is sent

@@ -26,8 +26,8 @@ class Gate:
         self._clock = clock
         self.count = count
         self.limit_bytes = limit_bytes
-        self.held = 0
-        self.held_bytes = 0
+        self.admitted = 0
+        self.admitted_bytes = 0
         self._closed_until = 0.0
         self._slow_until = 0.0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -52,8 +52,8 @@ class Gate:
             raise
 
     def release(self, size_bytes: int = 0) -> None:
-        self.held -= 1
-        self.held_bytes -= size_bytes
+        self.admitted -= 1
+        self.admitted_bytes -= size_bytes
         self._admit()
 
     def back_off(self, seconds: float) -> None:
@@ -74,20 +74,20 @@ class Gate:
             if now < self._closed_until:
                 return False
             if now < self._slow_until:
-                if self.held >= min(self.count, DISPATCHES_WHILE_BACKED_OFF):
+                if self.admitted >= min(self.count, DISPATCHES_WHILE_BACKED_OFF):
                     return False
                 size_bytes *= BYTES_PENALTY
             else:
                 self._slow_until = self._closed_until = 0.0
-        if self.held == 0:
+        if self.admitted == 0:
             return True
-        if self.held >= self.count:
+        if self.admitted >= self.count:
             return False
-        return self.limit_bytes is None or self.held_bytes + size_bytes <= self.limit_bytes
+        return self.limit_bytes is None or self.admitted_bytes + size_bytes <= self.limit_bytes
 
     def _take(self, size_bytes: int) -> None:
-        self.held += 1
-        self.held_bytes += size_bytes
+        self.admitted += 1
+        self.admitted_bytes += size_bytes
 
     def _admit(self) -> None:
         waiters = self._waiters

@@ -11,7 +11,6 @@ import enum
 import math
 import random
 from collections.abc import Callable, Mapping
-from email.utils import parsedate_to_datetime
 from typing import Final, NamedTuple
 
 Rng = Callable[[], float]
@@ -110,6 +109,8 @@ def _seconds_since_1970(date: str) -> float | None:
     """Read "Wed, 21 Oct 2026 07:28:00 GMT", whatever the locale; None if it is no such date."""
     if not date.rstrip().endswith(" GMT"):  # the library reads a date with anything behind it
         return None
+    from email.utils import parsedate_to_datetime  # loads eight modules, and hardly any service sends a date
+
     try:
         # A leap second (:60) is a legal date but not a legal datetime.
         parsed = parsedate_to_datetime(date.replace(":60 ", ":59 "))

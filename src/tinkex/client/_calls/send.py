@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from tinkex import events
@@ -16,7 +16,7 @@ from tinkex.client._http.transport import HTTPResponse, StreamedResponse
 from tinkex.client._runtime import tracing
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.errors import APIConnectionError, APIStatusError, Response, status_error
-from tinkex.wire import json_codec
+from tinkex.wire import json_codec, sse
 from tinkex.wire.body import Body
 from tinkex.wire.endpoints import AUTH_TOKEN, Endpoint, Pool
 
@@ -55,37 +55,41 @@ async def send(
     return response
 
 
-async def open_stream(
-    link: ServiceLink,
-    endpoint: Endpoint,
-    body: Body,
-    *,
-    headers: Mapping[str, str],
-    key: str,
-    attempt: int,
-    bearer: str | None = None,
+async def open_events(
+    link: ServiceLink, endpoint: Endpoint, body: Body, *, key: str, attempt: int, bearer: str | None = None
 ) -> StreamedResponse:
-    """Send once and return the response before its body has come; `close` it. An error status is raised.
+    """Send once and return the response when the first byte of its body is here; `close` it.
 
-    `bearer` is sent as OpenAI's clients send a key, in place of ours.
+    Up to that byte nothing was handed to the caller: the request may be sent again. From then on it may not. An error
+    status is raised. `bearer` is sent as OpenAI's clients send a key, instead of our own header.
     """
-    request = _service_request(link, endpoint, body, None, headers, key, attempt, bearer)
-    response = await _opened(link, request)
-    if response.status >= 400:
-        try:
+    headers = {"accept": "text/event-stream"}
+    response = await _opened(link, _service_request(link, endpoint, body, None, headers, key, attempt, bearer))
+    try:
+        if response.status >= 400:
             raise response_error(link, await response.read(), endpoint)
-        finally:
-            response.close()
-    _log_deprecation(response.headers, endpoint)
+        _log_deprecation(response.headers, endpoint)
+        await response.wait_for_body()
+    except BaseException:
+        response.close()
+        raise
     return response
+
+
+async def read_events(response: StreamedResponse) -> AsyncIterator[sse.Event]:
+    """Yield the server-sent events of a response as they arrive."""
+    decoder = sse.SSEDecoder()
+    async for data in response.chunks():
+        for event in decoder.feed(data):
+            yield event
 
 
 async def open_download(link: ServiceLink, url: str, headers: dict[str, str], attempt: int) -> StreamedResponse:
     """Send one GET to a signed address and return the response, whatever its status; `close` it."""
-    return await _opened(link, _Request(link, DOWNLOAD, url, headers, b"", attempt))
+    return await _opened(link, OutgoingRequest(link, DOWNLOAD, url, headers, b"", attempt))
 
 
-async def _opened(link: ServiceLink, request: _Request) -> StreamedResponse:
+async def _opened(link: ServiceLink, request: OutgoingRequest) -> StreamedResponse:
     response = await request.send(link.transport.open, link.config.timeout_s)
 
     def report() -> None:
@@ -105,7 +109,7 @@ def _service_request(
     key: str | None,
     attempt: int,
     bearer: str | None = None,
-) -> _Request:
+) -> OutgoingRequest:
     credential: str | None = None
     if bearer is not None:
         all_headers = link.base_headers | {"authorization": f"Bearer {bearer}"}
@@ -122,10 +126,10 @@ def _service_request(
         all_headers.update(headers)
     tracing.inject(all_headers)
     url = f"{link.config.base_url}{path or endpoint.path}"
-    return _Request(link, endpoint, url, all_headers, b"" if body is None else body.content, attempt, credential)
+    return OutgoingRequest(link, endpoint, url, all_headers, b"" if body is None else body.content, attempt, credential)
 
 
-class _Request:
+class OutgoingRequest:
     """One request on its way: counted when it is made, reported when it has ended."""
 
     __slots__ = ("_attempt", "_content", "_credential", "_endpoint", "_headers", "_link", "_started", "_url")

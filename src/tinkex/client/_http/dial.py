@@ -47,7 +47,7 @@ async def dial(origin: Origin, context: ssl.SSLContext | None) -> Connection:
     tls = context if origin.scheme == "https" else None
     if origin.proxy is None:
         _, chooser = await loop.create_connection(
-            lambda: _Chooser(loop), origin.host, origin.port, ssl=tls, happy_eyeballs_delay=0.25
+            lambda: ProtocolChooser(loop), origin.host, origin.port, ssl=tls, happy_eyeballs_delay=0.25
         )
         return await chooser.chosen()
     proxy = urlsplit(origin.proxy)
@@ -63,7 +63,7 @@ async def dial(origin: Origin, context: ssl.SSLContext | None) -> Connection:
     return await _tunnel(loop, origin, proxy.hostname, port, _basic(proxy.username, proxy.password), tls)
 
 
-class _Chooser(asyncio.Protocol):
+class ProtocolChooser(asyncio.Protocol):
     """Waits for the handshake, then hands the connection to the protocol that both sides speak."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -95,7 +95,7 @@ class _Chooser(asyncio.Protocol):
         return self._chosen
 
 
-class _Tunnel(asyncio.Protocol):
+class ProxyTunnel(asyncio.Protocol):
     """Reads a proxy's response to CONNECT."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -122,7 +122,7 @@ async def _tunnel(
     authorization: str | None,
     tls: ssl.SSLContext,
 ) -> Connection:
-    transport, tunnel = await loop.create_connection(lambda: _Tunnel(loop), host, port)
+    transport, tunnel = await loop.create_connection(lambda: ProxyTunnel(loop), host, port)
     target = f"[{origin.host}]:{origin.port}" if ":" in origin.host else f"{origin.host}:{origin.port}"
     extra = f"proxy-authorization: {authorization}\r\n" if authorization else ""
     transport.write(f"CONNECT {target} HTTP/1.1\r\nhost: {target}\r\n{extra}\r\n".encode("latin-1"))
@@ -131,7 +131,7 @@ async def _tunnel(
         status = response.split(b"\r\n", 1)[0].split(b" ", 2)
         if len(status) < 2 or not status[1].startswith(b"2"):
             raise OSError(f"the proxy rejected it: {response[:80].decode('latin-1').splitlines()[0]}")
-        chooser = _Chooser(loop)
+        chooser = ProtocolChooser(loop)
         upgraded = await loop.start_tls(transport, chooser, tls, server_hostname=origin.host)
         if upgraded is None:
             raise OSError("the connection was lost while TLS was negotiated")

@@ -28,7 +28,7 @@ Headers = Mapping[str, str]
 """A response's headers, under lower-case names."""
 
 
-class Target(NamedTuple):
+class RequestTarget(NamedTuple):
     """Where a URL leads: the connection's origin, the `host` header, the path with its query."""
 
     origin: Origin
@@ -92,7 +92,7 @@ class Transport:
         self._config = config
         self._tls: ssl.SSLContext | None = None
         self._pools: dict[tuple[Pool, Origin], ConnectionPool] = {}
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, RequestTarget] = {}
         self._base = urlsplit(config.base_url)[:2]
 
     async def send(
@@ -138,7 +138,7 @@ class Transport:
         except (ConnectionLost, ReadTimeout, OSError) as error:
             raise _translated(error, f"{method} {authority}") from None
 
-    def _target(self, url: str) -> Target:
+    def _target(self, url: str) -> RequestTarget:
         """Return where a URL leads. A few URLs are used again and again: those are remembered."""
         target = self._targets.get(url)
         if target is None:
@@ -149,7 +149,7 @@ class Transport:
             except ValueError:  # base_url was checked before: this one came from the service
                 raise APIResponseValidationError(message="The service named an address that is not a URL.") from None
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            target = Target(origin, parts.netloc.rpartition("@")[2], path)
+            target = RequestTarget(origin, parts.netloc.rpartition("@")[2], path)
             if len(self._targets) < 256:
                 self._targets[url] = target
         return target

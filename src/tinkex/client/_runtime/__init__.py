@@ -4,7 +4,7 @@
     loop               LoopThread, Mailbox: one event loop in one daemon thread
     worker_threads     in_thread: runs a user's function beside the loop
     operation          Operation: the state of one call in flight
-    operation_runner   OperationRunner: begins, ends and reports operations, settles their futures
+    operation_tracker  OperationTracker: begins, ends and reports operations, settles their futures
     reachability       Reachability: when the service last responded
     auth               Auth: the API key or its short-lived token
     stats, tracing     counters, OpenTelemetry spans

@@ -20,7 +20,7 @@ from tinkex.client._http.transport import transport_for
 from tinkex.client._runtime.auth import Auth
 from tinkex.client._runtime.fork import ProcessRegistry
 from tinkex.client._runtime.loop import LoopThread, loop_thread
-from tinkex.client._runtime.operation_runner import OperationRunner
+from tinkex.client._runtime.operation_tracker import OperationTracker
 from tinkex.client._runtime.reachability import Reachability
 from tinkex.client._runtime.stats import Stats
 from tinkex.clock import REAL, Clock
@@ -42,7 +42,7 @@ class ServiceLink:
         self.limiter = limiter_for(*config.key)
         self.stats = Stats()
         self.reachability = Reachability(config.base_url, clock)
-        self.operations = OperationRunner(config, self.loop, clock, self.stats)
+        self.operations = OperationTracker(config, self.loop, clock, self.stats)
         # What the service announces (`_calls/handshake.py`).
         self.server = ClientConfigResponse()
         self.dynamic = ClientDynamicConfigResponse()

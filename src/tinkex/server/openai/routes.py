@@ -37,7 +37,7 @@ from tinkex.server.openai.responses import (
     chunk_choice,
     whole_choice,
 )
-from tinkex.server.sampling.sample_queue import Target
+from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.sampling.tokenizer_cache import ModelTokenizer
 from tinkex.server.service import Service
 from tinkex.wire import sse
@@ -96,7 +96,7 @@ async def unknown(request: Request) -> Response:
     )
 
 
-async def _open(service: Service, tenant: str, model: str) -> Target:
+async def _open(service: Service, tenant: str, model: str) -> SampleTarget:
     """Return what `model` names: the adapter of a checkpoint, or a base model without one."""
     if model.startswith("tinker://"):
         return await service.sampling.open(tenant, base_model=None, model_path=model)
@@ -114,13 +114,13 @@ class CompletionJob:
     tenant: str
     style: Style
     options: CompletionOptions
-    target: Target
+    target: SampleTarget
     tokenizer: ModelTokenizer
     prompts: Sequence[RenderedPrompt]
     specs: Sequence[SampleSpec]
 
 
-def _completion_job(service: Service, tenant: str, target: Target, completion: Completion) -> CompletionJob:
+def _completion_job(service: Service, tenant: str, target: SampleTarget, completion: Completion) -> CompletionJob:
     tokenizer = service.tokenizers.load(target.info.name)
     prompts = []
     for prompt in completion.prompts:
@@ -132,7 +132,7 @@ def _completion_job(service: Service, tenant: str, target: Target, completion: C
     return _job("completion", tenant, completion.options, target, tokenizer, prompts)
 
 
-def _chat_job(service: Service, tenant: str, target: Target, chat: Chat) -> CompletionJob:
+def _chat_job(service: Service, tenant: str, target: SampleTarget, chat: Chat) -> CompletionJob:
     tokenizer = service.tokenizers.load(target.info.name)
     text = tokenizer.chat.render(
         target.info.name,
@@ -150,7 +150,7 @@ def _job(
     style: Style,
     tenant: str,
     options: CompletionOptions,
-    target: Target,
+    target: SampleTarget,
     tokenizer: ModelTokenizer,
     prompts: Sequence[RenderedPrompt],
 ) -> CompletionJob:

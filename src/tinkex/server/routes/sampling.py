@@ -24,7 +24,7 @@ from tinkex.server.http.requests import (
     service_of,
     tenant_of,
 )
-from tinkex.server.sampling.sample_queue import Target
+from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.sampling.sample_spec import response_of, spec_of
 from tinkex.server.service import Service
 from tinkex.store.records import SamplerRecord
@@ -83,7 +83,7 @@ async def asample(request: Request) -> Response:
 
 async def _read(
     service: Service, tenant: str, content: bytes, *, is_streamed: bool = False
-) -> tuple[SampleRequest, Target, SampleSpec]:
+) -> tuple[SampleRequest, SampleTarget, SampleSpec]:
     body = parse_json_object(content)
     body["sampling_params"] = {
         name: value for name, value in (optional_object(body, "sampling_params") or {}).items() if value is not None

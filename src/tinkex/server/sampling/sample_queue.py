@@ -49,7 +49,7 @@ CHECKED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SampleTarget:
     """A base model, or an adapter's weights on it."""
 
     info: ModelInfo
@@ -62,7 +62,7 @@ class SampleJob:
     """A sampling request on its way through the queue to the engine."""
 
     tenant: str
-    target: Target
+    target: SampleTarget
     spec: SampleSpec
     sink: Callable[[SampleEvent | Exception], None]
     task: asyncio.Task[int | None] | None = None
@@ -161,16 +161,16 @@ class Sampling:
         self._keys: dict[str, object] = {}
         self._kept_bytes = 0
         self._completions: OrderedDict[str, Completions] = OrderedDict()
-        self._checked: dict[str, tuple[float, SamplerRecord, Target]] = {}
+        self._checked: dict[str, tuple[float, SamplerRecord, SampleTarget]] = {}
 
     # ── What to sample from
 
-    async def open(self, tenant: str, *, base_model: object = None, model_path: object = None) -> Target:
+    async def open(self, tenant: str, *, base_model: object = None, model_path: object = None) -> SampleTarget:
         """Return what to sample from: a base model, or saved sampler weights that this tenant may read."""
         if model_path is None:
             if base_model is None:
                 raise bad_request("Name a base_model or a model_path.", "no_model")
-            return Target(self._catalog.find(base_model))
+            return SampleTarget(self._catalog.find(base_model))
         if not isinstance(model_path, str) or not model_path.startswith("tinker://"):
             raise bad_request(f"model_path {str(model_path)[:200]!r} does not begin with tinker://.", "bad_path")
         if "/weights/" in model_path:
@@ -184,9 +184,9 @@ class Sampling:
             raise not_found("checkpoint", model_path)
         if saved.kind != "sampler_weights":
             raise bad_request(f"{model_path[:200]} was not saved for sampling.", "bad_path")
-        return Target(self._catalog.find(saved.base_model), str(self._data_dir / saved.folder), model_path)
+        return SampleTarget(self._catalog.find(saved.base_model), str(self._data_dir / saved.folder), model_path)
 
-    async def sampler(self, tenant: str, sampler_id: object) -> tuple[SamplerRecord, Target]:
+    async def sampler(self, tenant: str, sampler_id: object) -> tuple[SamplerRecord, SampleTarget]:
         """Return a sampling session of this tenant, and what it samples from."""
         if not isinstance(sampler_id, str):
             raise not_found("sampling session", sampler_id)
@@ -197,7 +197,7 @@ class Sampling:
         if row is None or row.tenant != tenant:
             raise not_found("sampling session", sampler_id)
         if row.folder is not None:
-            target = Target(self._catalog.find(row.base_model), str(self._data_dir / row.folder))
+            target = SampleTarget(self._catalog.find(row.base_model), str(self._data_dir / row.folder))
         else:
             path = row.model_path
             target = await self.open(tenant, base_model=row.base_model if path is None else None, model_path=path)
@@ -209,7 +209,13 @@ class Sampling:
     # ── Requests whose clients poll
 
     def submit(
-        self, tenant: str, sampler_id: str, target: Target, spec: SampleSpec, key: object, layout: TensorData | None
+        self,
+        tenant: str,
+        sampler_id: str,
+        target: SampleTarget,
+        spec: SampleSpec,
+        key: object,
+        layout: TensorData | None,
     ) -> PolledSample:
         """Queue a sample. The same key returns the earlier attempt, unless that failed through the service's fault."""
         known = self._by_key.get(key) if key is not None else None
@@ -308,7 +314,7 @@ class Sampling:
 
     # ── Requests that are streamed
 
-    async def run(self, tenant: str, target: Target, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
+    async def run(self, tenant: str, target: SampleTarget, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
         """Yield events as they come, `Sampled` last. Closing it cancels.
 
         Raises EngineFault, or RequestRejected if the queue is full.

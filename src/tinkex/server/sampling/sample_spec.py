@@ -10,7 +10,7 @@ from tinkex.engine.contract import ModelInfo, Sampled, SampleSpec
 from tinkex.errors import ContextOverflow
 from tinkex.rules import limits
 from tinkex.server.http.errors import bad_request
-from tinkex.server.sampling.sample_queue import Target
+from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.training.checks import check_text
 from tinkex.types.packed import pack_floats, pack_tokens
 from tinkex.types.sampling import (
@@ -25,7 +25,7 @@ from tinkex.types.tensor import TensorData
 from tinkex.types.topk import TopkList, TopkLogprobs
 
 
-def spec_of(request: SampleRequest, target: Target, *, is_streamed: bool = False) -> SampleSpec:
+def spec_of(request: SampleRequest, target: SampleTarget, *, is_streamed: bool = False) -> SampleSpec:
     """Return the engine's spec of a request. Rejects values that the engine cannot sample with."""
     params, info = request.sampling_params, target.info
     check_text(request.prompt, info, "prompt")

@@ -1,1 +1,4 @@
-"""What the scripted service responds to each endpoint."""
+"""Responses of the scripted service, by the subject of their endpoints.
+
+Others import: account, files, futures, sampling, training.
+"""

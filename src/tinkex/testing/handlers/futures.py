@@ -80,7 +80,7 @@ class Future:
                 self.failure = twist
 
     def finish(self, result: Result | None) -> None:
-        """Done, well or (without a result) badly: whoever polls now gets the answer."""
+        """Done, well or (without a result) badly: whoever polls now gets the response."""
         if self.is_done:  # cancelled while it worked
             return
         self.result = result
@@ -101,7 +101,7 @@ class Future:
         return self.was_fetched and (self.is_expired or self.failure is not None)
 
     def poll(self, wants_protobuf: bool, hold_s: float, metadata_over: int | None) -> Reply | Awaitable[Reply]:
-        """The answer to `retrieve_future`: at once when there is one, else held for a while.
+        """The response to `retrieve_future`: at once when there is one, else held for a while.
 
         `metadata_over`: results of more bytes are announced first, not sent; None sends every result.
         """

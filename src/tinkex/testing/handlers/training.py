@@ -115,7 +115,7 @@ class Training:
         def compute(model: Model) -> Result:
             sampler_id = f"{model.session.id}:sample:{body['sampling_session_seq_id']}"
             self._state.samplers[sampler_id] = Sampler(sampler_id, model.base_model, None, model.weights)
-            # No `path`: clients before 0.36 refuse an ephemeral answer that has one.
+            # No `path`: clients before 0.36 reject an ephemeral answer that has one.
             return Result(lambda: {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
         return self._submit(request, body["model_id"], body.get("seq_id"), "save_weights_for_sampler", compute)
@@ -187,8 +187,8 @@ class Training:
         if seq_id is not None:
             try:
                 earlier = model.lane.find(seq_id, digest)
-            except Conflict as problem:
-                raise Refused(400, f"model {model_id}: {problem}", "conflict") from None
+            except Conflict as error:
+                raise Refused(400, f"model {model_id}: {error}", "conflict") from None
             if earlier is not None:
                 return _accepted(earlier, model_id)
         future = state.keep(Future(op, request.twists, state.config.work_s))
@@ -199,8 +199,8 @@ class Training:
                 return
             try:
                 result = compute(model)
-            except BadData as problem:
-                future.fail(str(problem), "user")
+            except BadData as error:
+                future.fail(str(error), "user")
                 return
             state.executed.append((model.id, seq_id, op))
             now = state.loop.time()

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: keep-alive, sized and chunked bodies; answers may wait, stream, break off or be a reset."""
+"""One HTTP/1.1 connection: keep-alive, sized and chunked bodies; responses may wait, stream, break off or reset it."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Connection(asyncio.Protocol):
                 self._request = None
                 request.body = body
                 self._dispatch(request)
-        except ValueError as problem:
-            self._write(Request("?", "", {}), Response(400, f'{{"detail": "bad HTTP: {problem}"}}'.encode()))
+        except ValueError as error:
+            self._write(Request("?", "", {}), Response(400, f'{{"detail": "bad HTTP: {error}"}}'.encode()))
             self._transport.close()
             self._is_open = False
 

@@ -1,4 +1,4 @@
-"""What a client sent, as the scripted service saw it, and what it is answered."""
+"""Requests as the scripted service received them, and its responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Request:
     """One request. `service.requests` holds them in the order of arrival.
 
     `endpoint` is the name in `tinkex.wire.endpoints` ("" if no row fits), `parts` what its path's placeholders held,
-    `status` the status answered so far (None: no answer yet, or the connection was dropped), `connection` the number
+    `status` the status answered so far (None: no response yet, or the connection was dropped), `connection` the number
     of the connection it came on, `headers` have lower-case names, `time` is `tinkex.clock`'s monotonic one.
     """
 
@@ -99,5 +99,5 @@ class Response:
     cut: bool = False
 
 
-# None: no answer at all, the connection is reset.
+# None: no response at all, the connection is reset.
 Reply = Response | None

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -132,10 +132,10 @@ def compile_objects(target: str, command: Sequence[str], folder: str, *flags: st
     return [job[-1] for job in jobs]
 
 
-def build(target: str, path: Path) -> str:
+def build(target: str, path: Path, commands: Iterable[list[str]] | None = None) -> str:
     """Build a target's library with the first compiler that can, write it to `path`, and return the compiler's name."""
     errors = []
-    for command in compilers(target):
+    for command in compilers(target) if commands is None else commands:
         name = "zig" if "ziglang" in command else shlex.join(command)
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 log = logging.getLogger("tinkex.wait")
 
 
-class OperationRunner:
+class OperationTracker:
     """Starts operations from any thread; everything else happens on the loop thread."""
 
     def __init__(self, config: Config, loop: LoopThread, clock: Clock, stats: Stats) -> None:
