@@ -150,6 +150,7 @@ def test_a_stream_is_counted_and_its_events_are_emitted(
     assert [event.operation for event in heard["start"]] == ["stream"]
 
 
+@pytest.mark.timing
 def test_a_rate_limited_stream_slows_all_samplers_down_and_does_not_fail(
     proto_service: ScriptedService, sampler: tinkex.SamplingClient
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_reader_that_is_cancelled_ends_the_stream(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals to threads")
+@pytest.mark.timing
 def test_ctrl_c_while_a_token_is_waited_for_ends_the_stream(
     proto_service: ScriptedService, sampler: tinkex.SamplingClient, heard: dict[str, list[Any]]
 ) -> None:
