@@ -1,4 +1,8 @@
-"""The engine's process: reads commands from a pipe, computes, writes replies. Only the process itself imports this.
+"""The engine's process: reads commands from a pipe, computes, writes replies.
+
+Others import: nothing.
+
+`engine.host` starts `main` by its name, in a process of its own.
 
 main   starts the process: pipes, threads, loading the models (`python -m tinkex.engine.process.main`)
 loop   takes commands, gives turns, sends replies

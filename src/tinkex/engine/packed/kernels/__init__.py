@@ -2,5 +2,6 @@
 
 Others import:
     binding  `find` and `Kernels`: the kernels for this machine
-    build    compiles the sources; run by `make kernels` and by the hook of the package's build
+
+`build` compiles the sources; `make kernels` and the hook of the package's build run it.
 """
