@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
-from tinkex.engine.process import main
+from tinkex.engine.process import main as process
 
-main._settle_threads_and_memory()  # as the engine's process does, before torch is loaded
+process._settle_threads_and_memory()  # as the engine's process does, before torch is loaded
 
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
@@ -87,7 +87,7 @@ def main() -> None:
     found = binding.find()
     for name in KERNELS if found is not None else ():
         setattr(found, f"_{name}", named(name, getattr(found, f"_{name}")))
-    torch.set_num_threads(main.usable_cores())
+    torch.set_num_threads(process.usable_cores())
     loaded = loaded_model.load(registry.resolve(MODEL, CACHE), torch.device("cpu"), torch.float32)
     name = loaded.info.name
     trainer = Trainer({name: loaded}, choose_runner=choose_runner)

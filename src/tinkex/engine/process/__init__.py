@@ -7,6 +7,4 @@ Others import: nothing.
 main   starts the process: pipes, threads, loading the models (`python -m tinkex.engine.process.main`)
 loop   takes commands, gives turns, sends replies
 turns  decides between training and sampling
-
-Others import: nothing. The server starts `main` by its name, in a process of its own.
 """

@@ -1,6 +1,7 @@
 """The handlers of the API, one file per kind of call. A handler has the name of its endpoint.
 
 Others import:
-    table.api_routes       the routes of the API, from the table of all handlers
-    console, metrics       the web page, and /metrics with its gauges
+    table     api_routes: the routes of the API, from the table of all handlers
+    console   the web page
+    metrics   /metrics with its gauges
 """
