@@ -9,7 +9,7 @@ from sqlalchemy import Select, exists, insert, select, update
 from tinkex.errors import ValidationError
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
 from tinkex.store.records import AuditEntry, KeyRecord
-from tinkex.store.rows import audit, keys, remembered_responses
+from tinkex.store.tables import audit, keys, remembered_responses
 
 
 class AccessStore(Database):

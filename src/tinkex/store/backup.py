@@ -15,8 +15,8 @@ from pathlib import Path
 from sqlalchemy import select
 
 from tinkex.errors import TinkexError, ValidationError
-from tinkex.store.rows import payloads
 from tinkex.store.store import Store
+from tinkex.store.tables import payloads
 
 DATABASE = "tinkex.db"
 MAX_ROUNDS = 20

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, sel
 
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
 from tinkex.store.records import CheckpointRecord
-from tinkex.store.rows import checkpoints, runs, samplers
+from tinkex.store.tables import checkpoints, runs, samplers
 
 
 class CheckpointStore(Database):

@@ -12,7 +12,7 @@ from tinkex.store.database import Database, as_record, as_records, bounded, valu
 from tinkex.store.errors import Duplicate, translated
 from tinkex.store.payloads import StoredPayload
 from tinkex.store.records import CheckpointRecord, OperationRecord, OperationState, RunRecord, SamplerRecord
-from tinkex.store.rows import operations, payloads, remembered_responses, runs, samplers
+from tinkex.store.tables import operations, payloads, remembered_responses, runs, samplers
 
 PayloadPart = Literal["command", "result"]
 _BATCH = 500

@@ -1,9 +1,9 @@
 """Upgrades the database of an older release when it is opened.
 
-A migration only adds: tables, columns that may be empty or have a default, indexes. Every change of `rows.py` is a new
-migration; its number is the version of the database once it has run. `rows.py` is all that a migration needs: what is
+A migration only adds: tables, columns that may be empty or have a default, indexes. Every change of `tables.py` is a new
+migration; its number is the version of the database once it has run. `tables.py` is all that a migration needs: what is
 missing is derived from it. That is why there is no migration library (Alembic) here: its revisions would repeat
-`rows.py`, and it would be one more dependency of the server. A change that is more than an addition would be a reason
+`tables.py`, and it would be one more dependency of the server. A change that is more than an addition would be a reason
 to think again.
 """
 
@@ -16,7 +16,7 @@ from sqlalchemy import Connection, MetaData, case, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from tinkex.errors import ConfigError
-from tinkex.store.rows import metadata, operations, schema_version
+from tinkex.store.tables import metadata, operations, schema_version
 
 logger = logging.getLogger("tinkex.store")
 

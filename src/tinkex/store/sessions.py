@@ -9,7 +9,7 @@ from sqlalchemy import and_, bindparam, insert, or_, select, update
 
 from tinkex.store.database import Database, as_record, as_records, bounded, values_of
 from tinkex.store.records import SamplerRecord, SessionRecord
-from tinkex.store.rows import samplers, sessions
+from tinkex.store.tables import samplers, sessions
 
 _NEWEST_FIRST = (sessions.c.created_at.desc(), sessions.c.id.desc())
 _TOUCH = update(sessions).where(sessions.c.id == bindparam("session_id")).values(seen_at=bindparam("at"))

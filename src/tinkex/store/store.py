@@ -18,8 +18,8 @@ from tinkex.store.errors import DiskFull, Duplicate, Unavailable
 from tinkex.store.journal import Journal
 from tinkex.store.migrations import migrate
 from tinkex.store.payloads import Payloads
-from tinkex.store.rows import payloads
 from tinkex.store.sessions import SessionStore
+from tinkex.store.tables import payloads
 
 __all__ = ["DiskFull", "Duplicate", "Store", "Unavailable"]
 

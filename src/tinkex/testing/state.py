@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from tinkex.clock import REAL, Clock
 from tinkex.testing.handlers.futures import Future, Result
-from tinkex.testing.lane import Lane
 from tinkex.testing.model import Weights
+from tinkex.testing.run_queue import RunQueue
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 CHECKPOINT_TYPES: dict[Kind, str] = {
@@ -84,7 +84,7 @@ class Model:
     lora: dict[str, Any]
     optimizer: dict[str, Any]
     user_metadata: dict[str, str] | None
-    lane: Lane
+    queue: RunQueue
     created: Future
     last_request: dt.datetime
     weights: Weights = field(default_factory=Weights)

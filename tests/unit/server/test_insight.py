@@ -23,8 +23,8 @@ from tinkex.server.service import Service
 from tinkex.server.training.steps import steps_of, thinned
 from tinkex.store.journal import _HAS_FAILED
 from tinkex.store.records import OperationRecord
-from tinkex.store.rows import operations
 from tinkex.store.store import Store
+from tinkex.store.tables import operations
 
 
 def row(

@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.store.postgres import PostgresServer
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord, SessionRecord
-from tinkex.store.rows import metadata, schema_version
 from tinkex.store.store import Store
+from tinkex.store.tables import metadata, schema_version
 
 LARGE = bytes(range(256)) * 400
 """More than fits into a row."""

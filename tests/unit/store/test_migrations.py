@@ -17,8 +17,8 @@ from tests.unit.store.conftest import Place, checkpoint, operation, run, sampler
 from tinkex.errors import ConfigError
 from tinkex.store import migrations
 from tinkex.store.database import values_of
-from tinkex.store.rows import metadata, schema_version, sessions
 from tinkex.store.store import Store
+from tinkex.store.tables import metadata, schema_version, sessions
 
 
 @pytest.fixture

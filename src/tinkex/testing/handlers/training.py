@@ -8,8 +8,8 @@ from typing import Any
 from tinkex.testing.handlers.futures import Future, Result, json_response
 from tinkex.testing.http import codec
 from tinkex.testing.http.messages import Request, Response
-from tinkex.testing.lane import Conflict, Lane
 from tinkex.testing.model import BadData, Weights, run
+from tinkex.testing.run_queue import Conflict, RunQueue
 from tinkex.testing.state import Kind, Model, Refused, Sampler, State
 
 # Old clients leave defaults out.
@@ -165,7 +165,7 @@ class Training:
             lora={**LORA_DEFAULTS, **(body.get("lora_config") or {})},
             optimizer=body.get("optimizer_config") or {"type": "adamw"},
             user_metadata=body.get("user_metadata"),
-            lane=Lane(state.config.gap_s, state.loop.call_later),
+            queue=RunQueue(state.config.gap_s, state.loop.call_later),
             created=future,
             last_request=state.now(),
         )
@@ -186,7 +186,7 @@ class Training:
         digest = hash(request.body)
         if seq_id is not None:
             try:
-                earlier = model.lane.find(seq_id, digest)
+                earlier = model.queue.find(seq_id, digest)
             except Conflict as error:
                 raise Refused(400, f"model {model_id}: {error}", "conflict") from None
             if earlier is not None:
@@ -204,13 +204,13 @@ class Training:
                 return
             state.executed.append((model.id, seq_id, op))
             now = state.loop.time()
-            model.lane.busy_until = max(model.lane.busy_until, now) + future.work_s
-            state.finish_after(future, result, model.lane.busy_until - now)
+            model.queue.busy_until = max(model.queue.busy_until, now) + future.work_s
+            state.finish_after(future, result, model.queue.busy_until - now)
 
         if seq_id is None:
             execute()
         else:
-            model.lane.submit(seq_id, digest, future, execute)
+            model.queue.submit(seq_id, digest, future, execute)
         return _accepted(future, model_id)
 
 

@@ -25,7 +25,7 @@ class _Known:
     future: Future
 
 
-class Lane:
+class RunQueue:
     """A missing seq_id is awaited for `gap_s`, then skipped; one that comes after a higher one ran is too late."""
 
     def __init__(self, gap_s: float, call_later: Callable[[float, Callable[[], None]], Timer]) -> None:
