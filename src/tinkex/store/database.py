@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
@@ -174,7 +173,7 @@ def _use_wal(connection: sqlite3.Connection) -> None:
         except sqlite3.OperationalError as error:
             if (error.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY or REAL.now() >= give_up_s:
                 raise
-        threading.Event().wait(RETRY_WAL_S)
+        REAL.pause(RETRY_WAL_S)
 
 
 def _postgresql(address: URL) -> Engine:

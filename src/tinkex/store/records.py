@@ -116,13 +116,6 @@ class CheckpointRecord:
     is_public: bool = False
     user_metadata: dict[str, Any] | None = None
 
-    def is_alive(self, now: float) -> bool:
-        """Whether it has not expired. An expired one is gone at once, also before its files are deleted."""
-        return self.expires_at is None or self.expires_at > now
-
-    def is_readable_by(self, tenant: str) -> bool:
-        return self.is_public or self.tenant == tenant
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
