@@ -14,7 +14,7 @@ Others import:
     diagnose       ServiceProbe, fetch_json, tls_context: for tools that look at the way to a service
     custom_loss    the arithmetic of forward_backward_custom
 
-The way of a request, from the inside out; no module imports one that comes later:
+The way of a request, from the inside out; there are no import cycles:
 
     _http      bytes over connections
     _runtime   the loop thread, the link to a service, operations

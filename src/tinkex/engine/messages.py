@@ -24,7 +24,7 @@ _NOT_IN_HEAD = ("prompt", "tenant")
 def pass_frame(
     op: str, adapter: str, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None
 ) -> Frame:
-    """Make the frame of a `forward` or `forward_backward`. The server has checked that the data are text alone.
+    """Make the frame of a `forward` or `forward_backward`. The server has checked that the data contain only text.
 
     Names are sorted: protobuf returns the entries of a map in another order in every process, and a request that is
     repeated after a restart has to make the same frame.

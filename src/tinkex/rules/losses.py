@@ -224,8 +224,10 @@ def check_target_shape(where: str, shape: Sequence[int], tokens: int, loss_fn: s
 
 
 def check_shape(where: str, shape: Sequence[int], targets: Sequence[int], per_position: bool = False) -> None:
-    """Reject an input that has not the shape of the targets. A flat one of the right size will do: early clients send
-    2-D weights so."""
+    """Reject an input that does not have the shape of the targets.
+
+    A flat input of the right size is accepted: early clients send 2-D weights flat.
+    """
     if per_position and len(targets) == 2 and list(shape) == list(targets[:1]):
         return
     if math.prod(shape) != math.prod(targets) or (len(shape) > 1 and list(shape) != list(targets)):

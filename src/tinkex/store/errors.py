@@ -71,7 +71,7 @@ def _translate(cause: BaseException | None) -> TinkexError:
         if code in (sqlite3.SQLITE_FULL, _SQLITE_IOERR_SHMSIZE):
             return DiskFull()
         if (code & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return Unavailable("Another program locks the database for too long. Try again.")
+            return Unavailable("Another program has locked the database for too long. Try again.")
         return Unavailable(f"The database file cannot be used ({cause}). Check the disk and the permissions.")
     if getattr(cause, "sqlstate", None) == _PG_DISK_FULL:
         return DiskFull()

@@ -59,7 +59,7 @@ def _row(method: str, path: str, pool: Pool, answer: str = "", *, name: str = ""
 
 
 def _future(path: str, pool: Pool, answer: str) -> Endpoint:
-    # The official clients' words are the endpoint's name in capitals: save_weights -> SaveWeights.
+    # The official clients' words are the endpoint's name in CamelCase: save_weights -> SaveWeights.
     word = "Sample" if path == "asample" else "".join(map(str.capitalize, path.split("_")))
     return Endpoint(path, "POST", f"/api/v1/{path}", pool, answer, word, is_future=True)
 

@@ -32,7 +32,7 @@ def encode(obj: Any, *, is_finite: bool = False) -> bytes:
 
 
 def reject_non_finite(obj: Any, where: str = "") -> None:
-    """Raise ValidationError with the where of the first NaN or infinity."""
+    """Raise ValidationError that names where the first NaN or infinity is."""
     if isinstance(obj, float):
         if not math.isfinite(obj):
             raise ValidationError(f"{where.removeprefix('.') or 'The value'} is {obj}, which JSON cannot carry.")

@@ -447,8 +447,8 @@ def test_a_used_sequence_number_is_rejected_with_other_content(alice: Raw, run: 
     first = alice.post("forward", body).json["request_id"]
     assert alice.post("forward", body).json["request_id"] == first
     other = {**body, "forward_input": batch([datum(weights=floats(2, 2, 2))])}
-    check_refused(alice, alice.post("forward", other), rf"operation {body['seq_id']} with another content")
-    check_refused(alice, alice.post("optim_step", {**body, "adam_params": {}}), r"another content")
+    check_refused(alice, alice.post("forward", other), rf"operation {body['seq_id']} with different content")
+    check_refused(alice, alice.post("optim_step", {**body, "adam_params": {}}), r"different content")
     assert alice.poll(first).json["metrics"]["loss:sum"] == run.first_loss
 
 
@@ -562,4 +562,4 @@ def test_a_models_number_cannot_be_reused(alice: Raw) -> None:
     made = alice.done("create_model", body)["model_id"]
     assert alice.done("create_model", body)["model_id"] == made
     other = wanted(str(body["session_id"]), lora_config={"rank": 8})
-    check_refused(alice, alice.post("create_model", other), r"another content")
+    check_refused(alice, alice.post("create_model", other), r"different content")

@@ -120,7 +120,7 @@ async def test_other_content_under_a_used_number_is_rejected_with_400_never_409(
         with pytest.raises(RequestRejected) as refused:
             await step(service, queue, 1, 0.75)
         assert refused.value.status == 400
-        assert "another content" in refused.value.detail
+        assert "different content" in refused.value.detail
 
 
 @scenario

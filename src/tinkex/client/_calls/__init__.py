@@ -12,7 +12,6 @@
     sampling_session   the numbers of a sampler's samples
     sample_call        one sample
     chunks             cuts the data of one call into requests
-    metrics            combines the metrics of chunks
     validate           checks arguments before anything is sent
 
 Private to tinkex.client.

@@ -5,7 +5,7 @@ to them: `Attempts` itself is the rule for ordinary calls, and a subclass overri
 holds (a 429 for a sample, silence for a poll, progress for a download).
 
 The pool of connections repeats a request once by itself if it was sent on a connection that the service had closed
-while it was idle (`_http/pool.py`). That is no retry: the service never had the request.
+while it was idle (`_http/pool.py`). That does not count as a retry: the service never had the request.
 """
 
 from __future__ import annotations

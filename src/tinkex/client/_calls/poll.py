@@ -1,6 +1,6 @@
 """From a request id to a result: long polls, paced so that no response can make a hot loop, ended by result or error.
 
-A pending response is no failure: the loop here asks again. A response that says nothing about the result is one:
+A pending response is no failure: the loop here asks again. A response that says nothing about the result counts as one:
 `PollAttempts` repeats that poll for as long as silence is allowed.
 """
 
@@ -42,7 +42,7 @@ async def poll(
     """
     clock = link.clock
     polls = PollAttempts(link, operation, endpoint, request_id, sequence_ids)
-    polled_at = polls.accepted_at
+    last_pending_at = polls.accepted_at
     quick = reserved = 0
     try:
         while True:
@@ -50,7 +50,7 @@ async def poll(
             now = operation.last_response_at = link.reachability.last_progress_at = clock.now()
             if isinstance(read, envelope.Done):
                 if polls.has_size:  # it had ended before this poll, which did nothing but bring the result
-                    operation.fetch_s += now - polls.polled_at
+                    operation.fetch_s += now - polls.sent_at
                 _emit(operation, request_id, "done")
                 return read.value
             if isinstance(read, envelope.Failed):
@@ -63,9 +63,9 @@ async def poll(
                 continue
             if isinstance(read, envelope.Metadata):  # the size again instead of the result: reserve no more
                 read = envelope.TryAgain()
-            _note_queue(operation, request_id, read, now - polled_at)
-            polled_at = now
-            took_s = now - polls.polled_at
+            _note_queue(operation, request_id, read, now - last_pending_at)
+            last_pending_at = now
+            took_s = now - polls.sent_at
             quick = quick + 1 if took_s < QUICK_S else 0
             await clock.sleep(poll_delay(Poll.PENDING, max(quick - 1, 0), took_s=took_s))
     finally:
@@ -78,7 +78,7 @@ class PollAttempts(Attempts):
 
     __slots__ = (
         "_dialect", "_endpoint", "_headers", "_iteration", "_request_id", "_result_type", "_retrieve", "_sequence_ids",
-        "accepted_at", "has_size", "polled_at",
+        "accepted_at", "has_size", "sent_at",
     )  # fmt: skip
 
     def __init__(
@@ -90,7 +90,7 @@ class PollAttempts(Attempts):
         sequence_ids: Sequence[str],
     ) -> None:
         super().__init__(link, operation, RETRIEVE_FUTURE.name)
-        self.accepted_at = self.polled_at = operation.last_response_at = self.started_at
+        self.accepted_at = self.sent_at = operation.last_response_at = self.started_at
         self.has_size = False
         """Whether the size of the result is known and its bytes are reserved."""
         self._endpoint = endpoint
@@ -105,7 +105,7 @@ class PollAttempts(Attempts):
 
     async def ask(self, attempt: int) -> envelope.Envelope:
         """Send one poll and read its response."""
-        self.polled_at = self.link.clock.now()
+        self.sent_at = self.link.clock.now()
         self._headers["x-tinker-request-iteration"] = str(self._iteration)
         self._iteration += 1
         self.operation.polls += 1
@@ -132,7 +132,7 @@ class PollAttempts(Attempts):
                 f"The service no longer has the result of request {self._request_id} ({self._endpoint.name}). Expired, "
                 "or lost in a restart. Check the run's state before repeating a training step."
             )
-        may_become_visible = status == 404 and self.polled_at - self.accepted_at < NOT_YET_VISIBLE_S
+        may_become_visible = status == 404 and self.sent_at - self.accepted_at < NOT_YET_VISIBLE_S
         if not (error.retryable or may_become_visible):
             raise error
         self._note_fault(error)

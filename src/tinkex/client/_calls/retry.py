@@ -42,7 +42,7 @@ class RetryPolicy(NamedTuple):
         return pause_s if elapsed_s + pause_s <= self.budget_s else None
 
     def curve(self, attempt: int, rng: Rng = random.random) -> float:
-        """The pause when the service asks for none. Jitter keeps clients that fell together from returning together."""
+        """The pause when the service asks for none. Jitter keeps clients that failed together apart."""
         # Past 16 doublings the cap always wins, and floats stay far from overflow.
         return min(self.first_s * 2.0 ** min(attempt, 16), self.most_s) * (1.0 - 0.25 * rng())
 

@@ -72,7 +72,7 @@ async def _again_as_json(
     try:
         response = await _sent(link, operation, endpoint, Dialect.JSON, body)
     except APIStatusError:
-        raise rejection from None  # rejected both ways: the first response is the honest one
+        raise rejection from None  # rejected in both dialects: report the first rejection
     link.dialect = Dialect.JSON
     return response
 

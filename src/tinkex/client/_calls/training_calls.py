@@ -26,7 +26,7 @@ LossConfig = Mapping[str, float | str]
 class SingleCall(Generic[T]):
     """One request and its result, passed through `read`."""
 
-    requests = 1
+    request_count = 1
 
     def __init__(self, endpoint: Endpoint, encode: Encode, read: Callable[[Any], T] | None = None) -> None:
         self._endpoint = endpoint
@@ -53,7 +53,7 @@ class PassCall:
         loss_fn: str,
         config: LossConfig | None = None,
     ) -> None:
-        self.requests = len(data_chunks)
+        self.request_count = len(data_chunks)
         self._endpoint = endpoint
         self._is_forward = endpoint is endpoints.FORWARD
         self._model_id = model_id
@@ -107,7 +107,7 @@ class CustomLossCall:
     def __init__(
         self, queue: OperationQueue, data: list[Datum], data_chunks: list[list[Datum]], loss_fn: CustomLossFn
     ) -> None:
-        self.requests = 2 * len(data_chunks)
+        self.request_count = 2 * len(data_chunks)
         self._queue = queue
         self._data = data
         self._chunks = data_chunks

@@ -54,7 +54,7 @@ def check_loss_config(config: Mapping[str, Any] | None, loss_fn: str = "") -> di
     plain: dict[str, float | str] = {}
     for key, value in config.items():
         if not isinstance(key, str):
-            _reject("loss_fn_config", f"must have texts as keys, got {_kind(key)}.")
+            _reject("loss_fn_config", f"must have str keys, got {_kind(key)}.")
         if isinstance(value, str):
             plain[key] = value
             continue
@@ -187,7 +187,7 @@ def check_metadata(metadata: Mapping[str, str] | None, what: str = "user_metadat
         _reject(what, f"must be a dict of texts, got {_kind(metadata)}.")
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            _reject(f"{what}[{key!r}]", f"must be a text under a text, got {describe(value)}. Use str(...).")
+            _reject(f"{what}[{key!r}]", f"must map a str to a str, got {describe(value)}. Use str(...).")
 
 
 def input_length(model_input: ModelInput) -> int | None:

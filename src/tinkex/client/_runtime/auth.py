@@ -36,7 +36,7 @@ class Auth:
 
     @property
     def key(self) -> str:
-        """The API key: signs the trade for a token, and nothing else once there is one."""
+        """The API key. Once there is a token, it is used only to fetch the next one."""
         return self._key
 
     def claims(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class QueuedCall(Protocol[T_co]):
     """What an operation does. Used once."""
 
     @property
-    def requests(self) -> int:
+    def request_count(self) -> int:
         """How many requests `submit` sends at most: that many sequence numbers are reserved."""
 
     async def submit(self, turn: Turn) -> None:
@@ -105,7 +105,7 @@ class OperationQueue:
         future.add_done_callback(self._note_unseen)
         context = contextvars.copy_context()
         with self._lock:
-            seq_ids = range(self.next_seq_id, self.next_seq_id + call.requests)
+            seq_ids = range(self.next_seq_id, self.next_seq_id + call.request_count)
             self.next_seq_id = seq_ids.stop
             operation.seq_id = seq_ids.start
 
@@ -139,7 +139,7 @@ class OperationQueue:
         return await call.collect()
 
     def _give_back(self, unsent: range) -> None:
-        """Numbers that never left, if no later ones are taken: a service waits for a missing one before it goes on."""
+        """Return unsent numbers to the counter, unless later ones are reserved: the service would wait for them."""
         with self._lock:
             if unsent and self.next_seq_id == unsent.stop:
                 self.next_seq_id = unsent.start

@@ -26,7 +26,8 @@ class Reachability:
     def silent_s(self, operation: Operation) -> float:
         """Return how long the service has returned nothing but faults, as seen by this operation.
 
-        Counted from before its own first attempt: what queued behind a dead service need not find out again.
+        Counted from before its own first attempt: an operation that queued behind a dead service does not wait the
+        full time again.
         """
         return self._clock.now() - max(operation.created_at, self.last_heard_at)
 

@@ -107,7 +107,7 @@ def _read(stdin: BinaryIO, inbox: queue.SimpleQueue[Packet]) -> None:
 
 
 def read_packet(stream: BinaryIO) -> Packet | None:
-    """Read the next packet, or None at the end. Its buffers are writable views: torch warns of others."""
+    """Read the next packet, or None at the end. Its buffers are writable views: torch warns about read-only ones."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None

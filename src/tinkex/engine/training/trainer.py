@@ -73,7 +73,8 @@ class Trainer:
         if self._running is None:
             replies = self._start_commands()
             if self._passes:
-                self._running = self._start_micro_batch()  # also if short commands never stop arriving
+                # Run in the next turn: a steady flow of short commands must not postpone passes for ever.
+                self._running = self._start_micro_batch()
             if replies or self._running is None:
                 return replies
         began = REAL.now()

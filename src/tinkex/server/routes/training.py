@@ -95,7 +95,7 @@ async def forward_backward(request: Request) -> Response:
 
 
 async def _pass(request: Request, kind: str) -> Response:
-    """Submit a forward pass, with or without backward. A protobuf body tells itself which of the two."""
+    """Submit a forward pass, with or without backward. A protobuf body says which of the two it is."""
     service, tenant, content = service_of(request), tenant_of(request), await read_body(request)
     is_protobuf = PROTOBUF in request.headers.get("content-type", "").lower()
     read = _read_protobuf if is_protobuf else _read_json

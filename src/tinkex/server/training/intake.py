@@ -1,7 +1,7 @@
 """Accepts training operations: known run, right tenant, new number, then a row in the journal, then the request id.
 
 The same number with the same content gives the same request id, however often it is sent: retries of one operation are
-one operation. A number whose content was rejected may be sent again; otherwise another content under it is an error.
+one operation. A number whose content was rejected may be sent again; otherwise different content under it is an error.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Intake:
         """Return the request id of an earlier attempt, if that had the same content."""
         if taken.digest != digest:
             raise bad_request(
-                f"Model {run_id} already received operation {number} with another content. "
+                f"Model {run_id} already received operation {number} with different content. "
                 "Use a new seq_id for new work; a repeated attempt must repeat the same content.",
                 "conflict",
             )

@@ -49,8 +49,8 @@ class RunQueue:
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
-        self.ran = -1
-        """Every number up to this one has run, was rejected or was skipped."""
+        self.started_up_to = -1
+        """Every number up to this one was started, rejected or skipped."""
         self.waiting: dict[int, PendingOperation] = {}
         self.running: PendingOperation | None = None
         self.taken: dict[int, Taken] = {}
@@ -64,7 +64,7 @@ class RunQueue:
         """Make the queue of a run from its journal, after a restart."""
         queue = cls(run)
         # A rejected number has not run: those before it may still come.
-        queue.ran = max((row.seq_id for row in operations if row.state in ("done", "failed")), default=-1)
+        queue.started_up_to = max((row.seq_id for row in operations if row.state in ("done", "failed")), default=-1)
         for row in operations:
             queue.taken[row.seq_id] = Taken(row.request_id, row.digest, row.state == "refused")
             # A crash may leave an operation queued that came too late and was about to fail: `Worker` fails it.
@@ -83,11 +83,11 @@ class RunQueue:
 
     def is_late(self, seq_id: int) -> bool:
         """Whether a higher number ran already."""
-        return seq_id <= self.ran
+        return seq_id <= self.started_up_to
 
     def late_reason(self, seq_id: int) -> str:
         return (
-            f"Operation {seq_id} of model {self.run.id} arrived after operation {self.ran} had run. "
+            f"Operation {seq_id} of model {self.run.id} arrived after operation {self.started_up_to} had run. "
             "Operations run in the order of their seq_id; send this one again under a new number."
         )
 
@@ -96,16 +96,20 @@ class RunQueue:
         if self.running is not None or not self.waiting:
             return None, None
         first = min(self.waiting)
-        while self.ran + 1 < first and (entry := self.taken.get(self.ran + 1)) is not None and entry.is_rejected:
-            self.ran += 1
+        while self.started_up_to + 1 < first and self._is_rejected(self.started_up_to + 1):
+            self.started_up_to += 1
         pending = self.waiting[first]
-        if first == self.ran + 1 or now >= pending.arrived + gap_s:
+        if first == self.started_up_to + 1 or now >= pending.arrived + gap_s:
             return pending, None
         return None, pending.arrived + gap_s
 
+    def _is_rejected(self, seq_id: int) -> bool:
+        taken = self.taken.get(seq_id)
+        return taken is not None and taken.is_rejected
+
     def missing(self, seq_id: int) -> int | None:
         """Return the lowest number below this one that has not arrived."""
-        return next((number for number in range(self.ran + 1, seq_id) if number not in self.taken), None)
+        return next((number for number in range(self.started_up_to + 1, seq_id) if number not in self.taken), None)
 
     def ahead(self, seq_id: int) -> int:
         """Return how many operations run before this one."""
@@ -114,7 +118,7 @@ class RunQueue:
     def start(self, pending: PendingOperation, now: float) -> None:
         self.running = self.waiting.pop(pending.seq_id)
         pending.started = now
-        self.ran = max(self.ran, pending.seq_id)
+        self.started_up_to = max(self.started_up_to, pending.seq_id)
         self.forget(MOST_TAKEN)
 
     def done(self) -> None:
@@ -123,14 +127,14 @@ class RunQueue:
     def forget(self, most: int) -> None:
         """Remember the last `most` numbers that ran, and number 0, the creation; the journal knows the others."""
         while len(self.taken) > most + 1:
-            oldest = next((number for number in self.taken if number), self.ran)
-            if oldest >= self.ran:
+            oldest = next((number for number in self.taken if number), self.started_up_to)
+            if oldest >= self.started_up_to:
                 return
             del self.taken[oldest]
 
     def next_number(self) -> int:
         """Return a number for an operation whose client sent none."""
-        return max((self.ran, *self.taken)) + 1
+        return max((self.started_up_to, *self.taken)) + 1
 
 
 def pending_of(row: OperationRecord, now: float) -> PendingOperation:

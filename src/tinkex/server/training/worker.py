@@ -381,10 +381,10 @@ class Worker:
         if queue is None or queue.running is not None or queue.waiting or not self._residency.holds(run_id):
             return False
         # A placeholder runs, so that no operation of this run starts meanwhile.
-        queue.running = PendingOperation("", run_id, queue.run.tenant, queue.ran, EVICT, self._clock.now())
+        queue.running = PendingOperation("", run_id, queue.run.tenant, queue.started_up_to, EVICT, self._clock.now())
         try:
             if queue.is_changed:
-                await self._residency.snapshot(queue, queue.ran)
+                await self._residency.snapshot(queue, queue.started_up_to)
             await self._residency.drop(run_id)
         except (TinkexError, OSError) as error:
             logger.warning("could not evict %s: %s", run_id, error)
