@@ -212,7 +212,7 @@ def test_a_tensor_in_the_loss_settings_is_refused_at_once(value: Any) -> None:
 
 def test_senseless_loss_settings_are_refused() -> None:
     refused(lambda: check_loss_config({"beta": np.nan}), "loss_fn_config['beta']", "finite")
-    refused(lambda: check_loss_config({1: 2.0}), "loss_fn_config", "texts")  # type: ignore[dict-item]
+    refused(lambda: check_loss_config({1: 2.0}), "loss_fn_config", "str keys")  # type: ignore[dict-item]
     refused(lambda: check_loss_config([0.8]), "loss_fn_config", "list")  # type: ignore[arg-type]
     refused(lambda: check_loss_config({"clip_low_threshold": 1.2, "clip_high_threshold": 0.8}), "1.2", "0.8")
 
