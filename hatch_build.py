@@ -41,7 +41,7 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
             self._folder = tempfile.TemporaryDirectory()
             built = Path(self._folder.name, library.name)
             kernels.build(target, built)
-        except kernels.BuildError as error:
+        except (kernels.BuildError, OSError) as error:
             self.app.display_warning(f"Without the C kernels, so that the engine is slower: {error}")
             return
         build_data["force_include"][str(built)] = str(Path(*FOLDER.parts[1:], library.name))

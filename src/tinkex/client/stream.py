@@ -46,15 +46,18 @@ class SampleStream:
         self.response: SampleResponse | None = None
 
     def __iter__(self) -> Iterator[StreamChunk]:
-        return iter(self._pump())
+        chunks = iter(self._pump())  # raises on the SDK's own loop thread, where the stream stays unread
+        self._is_taken = True
+        return chunks
 
     def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        return aiter(self._pump())
+        chunks = aiter(self._pump())
+        self._is_taken = True
+        return chunks
 
     def _pump(self) -> Pump[StreamChunk]:
         if self._is_taken:
             raise StreamAlreadyConsumed("This stream was read already. Call stream() again for another sample.")
-        self._is_taken = True
         link = self._session.link()
         model_id = self._sampling.sampling_session_id
         operation = Operation("stream", link.clock.now(), model_id=model_id, session=self._session)

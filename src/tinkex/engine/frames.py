@@ -59,20 +59,32 @@ class Packet(NamedTuple):
 
 
 def packet_parts(number: int, tenant: str, frame: Frame | bytes) -> list[Buffer]:
-    """Return a packet's bytes in pieces, for a writer that takes many. An encoded frame is one of them, as it is."""
+    """Return a packet's bytes in pieces, for a writer that takes many. An encoded frame is one of them, as it is.
+
+    Raises ValueError if an encoded frame has the wrong length: the reader would take the next packets for the rest of
+    it, and nothing that is sent after it would ever be read.
+    """
     name = tenant.encode()
+    if not isinstance(frame, Frame):
+        check_length(frame)
     return [HEADER.pack(number, len(name)), name, *(frame.parts() if isinstance(frame, Frame) else (frame,))]
+
+
+def check_length(content: Buffer) -> None:
+    """Raise ValueError unless `content` is as long as its prefix says."""
+    view = memoryview(content)
+    if view.nbytes < PREFIX.size:
+        raise ValueError(f"A frame of {view.nbytes} bytes is shorter than its prefix.")
+    size = PREFIX.size + sum(PREFIX.unpack_from(view))
+    if view.nbytes != size:
+        raise ValueError(f"A frame that should have {size} bytes has {view.nbytes}.")
 
 
 def decode(content: Buffer) -> Frame:
     """Decode a whole frame; its buffers are views into `content`. Raises ValueError if its length is wrong."""
     view = memoryview(content)
-    if view.nbytes < PREFIX.size:
-        raise ValueError(f"A frame of {view.nbytes} bytes is shorter than its prefix.")
-    head_size, body_size = PREFIX.unpack_from(view)
-    start = PREFIX.size + head_size
-    if view.nbytes != start + body_size:
-        raise ValueError(f"A frame that should have {start + body_size} bytes has {view.nbytes}.")
+    check_length(view)
+    start = PREFIX.size + PREFIX.unpack_from(view)[0]
     return decode_parts(view[PREFIX.size : start], view[start:])
 
 

@@ -20,6 +20,7 @@ from tinkex.clock import REAL, Clock
 from tinkex.engine.contract import EngineDied, EngineFault, EngineState, ModelInfo, SampleEvent, SampleSpec
 from tinkex.engine.frames import HEADER, PREFIX, Frame, Packet, decode_parts, packet_parts
 from tinkex.engine.messages import read_event, sample_frame
+from tinkex.types.packed import Buffer
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -240,8 +241,9 @@ class _Child:
     def request(self, command: Frame | bytes, tenant: str) -> tuple[int, asyncio.Queue[_Reply]]:
         """Send a command. Return its number, and the queue that its replies will come in."""
         number = next(self._numbers)
+        packet = packet_parts(number, tenant, command)  # first: a damaged frame raises, and nothing waits for a reply
         replies = self._waiting[number] = asyncio.Queue()
-        self.send(number, command, tenant)
+        self._write(packet)
         return number, replies
 
     def forget(self, number: int) -> None:
@@ -249,8 +251,11 @@ class _Child:
 
     def send(self, number: int, frame: Frame | bytes, tenant: str = "") -> None:
         """Send a whole packet without waiting; callers that can wait `drain` afterwards."""
+        self._write(packet_parts(number, tenant, frame))
+
+    def _write(self, packet: list[Buffer]) -> None:
         if not self._stdin.is_closing():
-            self._stdin.writelines(packet_parts(number, tenant, frame))
+            self._stdin.writelines(packet)
 
     async def drain(self) -> None:
         try:

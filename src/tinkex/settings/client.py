@@ -8,6 +8,7 @@ in `CLIENT`, from which `docs/settings.md` is made.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +110,8 @@ def normalise_url(url: str) -> str:
     except ValueError:  # a port that is none, half a bracket, an empty label
         parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"base_url {url!r} is not an http(s) address. Example: http://127.0.0.1:8642")
+        shown = re.sub(r"//[^/@]*@", "//***@", url)  # a password in it must not be printed
+        raise ConfigError(f"base_url {shown!r} is not an http(s) address. Example: http://127.0.0.1:8642")
     if parts.username or parts.password:
         raise ConfigError("base_url must not hold a user name or password. Pass api_key= instead.")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

@@ -89,6 +89,18 @@ def test_cancelling_a_queued_operation_gives_its_turn_on(proto_service: Scripted
         queued.result(1)
 
 
+def test_cancelling_all_queued_operations_leaves_no_gap(proto_service: ScriptedService, connect: Connect) -> None:
+    """Only the last of their numbers used to come back, and the next operation waited for the others in vain."""
+    training = connect(proto_service).create_lora_training_client(MODEL)
+    proto_service.script.on("forward_backward", nth=1, do=[Status(500, headers={"retry-after-ms": "300"})])
+    first = training.forward_backward([datum()], "cross_entropy")
+    queued = [training.optim_step(step()) for _ in range(4)]
+    assert all(future.cancel() for future in queued)
+    assert first.result(20).loss_fn_outputs
+    assert training.optim_step(step()).result(20)
+    assert ran(proto_service, training) == [(1, "forward_backward"), (2, "optim_step")]
+
+
 def test_a_waiters_timeout_neither_cancels_nor_leaks_a_turn(proto_service: ScriptedService, connect: Connect) -> None:
     training = connect(proto_service).create_lora_training_client(MODEL)
     proto_service.script.on("optim_step", nth=1, do=Work(0.4))

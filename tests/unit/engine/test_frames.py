@@ -82,6 +82,13 @@ def test_an_encoded_frame_is_put_into_its_packet_untouched() -> None:
     assert read is not None and read.frame.head == {"op": "later", "field of another release": 100.0}
 
 
+@pytest.mark.parametrize("damaged", [b"", b"\x00", Frame({"op": "x"}, [b"abc"]).encode()[:-1]])
+def test_a_damaged_frame_never_reaches_the_pipe(damaged: bytes) -> None:
+    """The engine would take the packets behind it for the rest of it: all tenants would wait for ever."""
+    with pytest.raises(ValueError, match="A frame"):
+        packet_parts(1, "t", damaged)
+
+
 @pytest.mark.parametrize("cut", [3, 10, 14, 17, 28, -1])
 def test_a_pipe_that_ends_inside_a_packet_is_the_end(cut: int) -> None:
     assert read_packet(io.BytesIO(packet(1, "ann", Frame({"op": "drop"}, [b"12345678"]))[:cut])) is None

@@ -104,6 +104,17 @@ class TestScripted:
 
         with_engine(test)
 
+    @pytest.mark.parametrize("damaged", [b"", Frame({"op": "echo"}, [b"12345678"]).encode()[:-3]])
+    def test_a_damaged_command_fails_alone(self, damaged: bytes) -> None:
+        """A power cut may leave a short file in the journal. The engine waited for the rest of it, for ever."""
+
+        async def test(engine: LocalEngine) -> None:
+            with pytest.raises(ValueError, match="A frame"):
+                await engine.run(damaged, tenant="ann")
+            assert (await engine.run(Frame({"op": "echo"}))).head == {"heard": {"op": "echo", "tenant": ""}}
+
+        with_engine(test)
+
     def test_prints_in_the_child_do_not_corrupt_the_pipe(self, caplog: pytest.LogCaptureFixture) -> None:
         async def test(engine: LocalEngine) -> None:
             assert (await engine.run(Frame({"op": "print"}))).head == {"read": ""}

@@ -151,7 +151,9 @@ class DownloadAttempts(Attempts):
         except APIConnectionError as error:
             # The HTTP library names the whole address, which is signed: who has it, has the file.
             text = re.sub(r"https?://[^\s)\"']+", "<address>", str(error))
-            raise type(error)(None, f"{part.name}: {text}") from None
+            shown = type(error)(None, f"{part.name}: {text}")
+            shown.retryable = error.retryable  # an untrusted certificate stays final
+            raise shown from None
 
     async def _open(self, headers: dict[str, str], attempt: int) -> StreamedResponse:
         """Return the response, after redirects: these may lead to another host, because no key is sent."""

@@ -46,9 +46,30 @@ class Operation:
     """One call of the user, from the moment it is made to its end. Written on the loop thread, read anywhere."""
 
     __slots__ = (
-        "accepted_at", "attempts", "created_at", "fetch_s", "future", "kind", "last_error", "last_response_at",
-        "metrics", "model_id", "note", "number", "observers", "polls", "queue_reason", "queue_s",
-        "queue_state", "request_id", "seq_id", "session", "span", "state", "usage",
+        "accepted_at",
+        "attempts",
+        "created_at",
+        "fetch_s",
+        "future",
+        "is_left_early",
+        "kind",
+        "last_error",
+        "last_response_at",
+        "metrics",
+        "model_id",
+        "note",
+        "number",
+        "observers",
+        "polls",
+        "queue_reason",
+        "queue_s",
+        "queue_state",
+        "request_id",
+        "seq_id",
+        "session",
+        "span",
+        "state",
+        "usage",
         "waiting_since",
     )  # fmt: skip
 
@@ -70,6 +91,8 @@ class Operation:
         self.created_at = now
         self.last_response_at = now
         self.waiting_since = now
+        self.is_left_early = False
+        """Whether its reader left after the first value: it is cancelled, and no failure."""
         """Since when the caller has nothing new: from the beginning, or from the last chunk of a stream."""
         self.accepted_at: float | None = None
         self.state = "queued"

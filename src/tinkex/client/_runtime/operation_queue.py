@@ -77,6 +77,8 @@ class OperationQueue:
         self.next_seq_id = first_seq_id
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._unsent: set[int] = set()
+        """Numbers that no request will carry, below one that is in use."""
         self._turns = asyncio.Lock()  # first come, first served; waiting operations can be cancelled
         self._unseen: deque[APIFuture[Any]] = deque(maxlen=16)
         _queues.add(self)
@@ -139,10 +141,12 @@ class OperationQueue:
         return await call.collect()
 
     def _give_back(self, unsent: range) -> None:
-        """Return unsent numbers to the counter, unless later ones are reserved: the service would wait for them."""
+        """Return unsent numbers to the counter, as soon as no later one is in use: the service would wait for them."""
         with self._lock:
-            if unsent and self.next_seq_id == unsent.stop:
-                self.next_seq_id = unsent.start
+            self._unsent.update(unsent)
+            while self.next_seq_id - 1 in self._unsent:
+                self.next_seq_id -= 1
+                self._unsent.remove(self.next_seq_id)
 
     def _note_unseen(self, future: APIFuture[Any]) -> None:
         if not future._is_observed and _error_of(future) is not None:

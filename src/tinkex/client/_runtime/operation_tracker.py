@@ -90,7 +90,8 @@ class OperationTracker:
         except (SystemExit, KeyboardInterrupt) as caught:  # from a user's callback: it would end the loop
             error = TinkexError(f"{operation.name}: a callback raised {caught!r} on the SDK's loop.")
         try:
-            self._end(operation, error)  # before the future is settled: its reader finds the final status
+            # Before the future is settled: its reader finds the final status. A reader that leaves early is no failure.
+            self._end(operation, None if operation.is_left_early else error)
         finally:
             try:
                 if error is None:

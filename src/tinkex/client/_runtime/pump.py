@@ -37,6 +37,7 @@ class Pump(Generic[T]):
         self._receive = receive
         self._arrived: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         self._notify: Callable[[], object] = _nothing
+        self._has_values = False
 
     def __iter__(self) -> Iterator[T]:
         if on_own_loop():
@@ -57,7 +58,7 @@ class Pump(Generic[T]):
                     return
                 yield value
         finally:
-            future.cancel()
+            self._leave(future)
 
     async def __aiter__(self) -> AsyncIterator[T]:
         news = asyncio.Event()
@@ -77,7 +78,12 @@ class Pump(Generic[T]):
                     future._check_will_end()
                 await news.wait()
         finally:
-            future.cancel()
+            self._leave(future)
+
+    def _leave(self, future: APIFuture[object]) -> None:
+        """Cancel what is still open. Once a value has come the operation counts as done, with its cost."""
+        self._operation.is_left_early = self._has_values and not future.done()
+        future.cancel()
 
     def _start(self) -> APIFuture[object]:
         future = self._link.operations.run(self._operation, lambda: self._receive(self._put))
@@ -86,6 +92,7 @@ class Pump(Generic[T]):
 
     def _put(self, value: T | _End) -> None:
         self._operation.waiting_since = self._link.clock.now()
+        self._has_values = self._has_values or not isinstance(value, _End)
         self._arrived.put(value)
         self._notify()
 

@@ -118,7 +118,7 @@ def _works(command: Sequence[str]) -> bool:
 
 def compile_objects(target: str, command: Sequence[str], folder: str, *flags: str) -> list[str]:
     """Compile every source for every variant of a target, and return the paths of the object files."""
-    version = subprocess.run([*command, "--version"], cwd=folder, capture_output=True, text=True, check=True).stdout
+    version = _run([*command, "--version"], folder)
     common = [*FLAGS, NO_MEMSET["clang" if "clang" in version else "gcc"], f'-DDIGEST="{source_digest()}"', *flags]
     if TARGETS[target].link is MAC:
         common += MAC
@@ -150,11 +150,12 @@ def build(target: str, path: Path, commands: Iterable[list[str]] | None = None) 
     raise BuildError("\n".join(errors) or f"no C compiler for {target} (install gcc or clang, or pip install ziglang)")
 
 
-def _run(command: Sequence[str], folder: str) -> None:
-    """Run in a temporary folder: zig leaves an empty file where it runs."""
+def _run(command: Sequence[str], folder: str) -> str:
+    """Run in a temporary folder, because zig leaves an empty file where it runs. Returns what was printed."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(done.stderr.strip()[-2000:] or f"exit code {done.returncode}")
+    return done.stdout
 
 
 def main() -> None:
