@@ -108,7 +108,7 @@ def test_a_locked_sqlite_file_is_reported_and_the_call_can_be_retried(
     store = sqlite_place.open()
     other = sqlite3.connect(sqlite_place.data_dir / "tinkex.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(Unavailable, match=r"Another program locks the database"):
+    with pytest.raises(Unavailable, match=r"Another program has locked the database"):
         store.add_run(run(), operation(0), LARGE)
     assert store.get_run("s:train:0") is None, "reading goes on meanwhile"
     other.execute("COMMIT")
