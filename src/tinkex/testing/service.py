@@ -21,11 +21,11 @@ from tinkex.testing.handlers.sampling import Sampling
 from tinkex.testing.handlers.training import Training
 from tinkex.testing.http.messages import Reply, Request, Response
 from tinkex.testing.http.server import HttpServer
-from tinkex.testing.script import FILE, Action, Answer, Delay, Drop, Hang, Script, Status, Twist
+from tinkex.testing.script import FILE, Answer, Delay, Drop, Hang, Script, Status, Twist
 from tinkex.testing.state import Checkpoint, Config, Model, Refused, Sampler, Session, State
 from tinkex.wire import endpoints
 
-Route = Callable[[Request], "Reply | Awaitable[Reply]"]
+Route = Callable[[Request], "Response | Awaitable[Response]"]
 
 # What a service of the JSON dialect has never heard of.
 NEW_ENDPOINTS = frozenset({"client_config", "client_dynamic_config", "sample_stream"})
@@ -176,25 +176,17 @@ class ScriptedService:
             self.requests.append(request)
             self._arrived.notify_all()
 
-    def _handle(self, request: Request) -> Reply | Awaitable[Reply]:
+    async def _handle(self, request: Request) -> Reply:
         self._record(request)
-        actions = self.script.decide(request, at_head=False) if self.script.rules else ()
-        if actions or not self._running.is_set():
-            return self._act(request, actions)
-        return self._answer(request)
-
-    async def _act(self, request: Request, actions: tuple[Action, ...]) -> Reply:
+        actions = self.script.decide(request, at_head=False)
         await self._running.wait()
         request.twists = tuple(action for action in actions if isinstance(action, Twist))
-        reply: Reply = None
-        is_answered = False
-        for action in (*actions, Delay(0.0, when="after_accept")):
+        response: Response | None = None
+        for action in actions:
             if isinstance(action, Twist):
                 continue
-            if action.when != "before" and not is_answered:
-                answer = self._answer(request)
-                reply = answer if answer is None or isinstance(answer, Response) else await answer
-                is_answered = True
+            if action.when != "before" and response is None:
+                response = await self._answer(request)
             match action:
                 case Delay(seconds):
                     await asyncio.sleep(seconds)
@@ -204,32 +196,26 @@ class ScriptedService:
                     return json_response(status, {"detail": detail, "code": "scripted"}, dict(headers))
                 case Answer(body, content_type, status, headers):
                     return Response(status, _bytes(body), content_type, headers)
-                case Drop("mid_answer"):
-                    return None if reply is None else replace(reply, cut=True)
+                case Drop("mid_answer") if response is not None:
+                    return replace(response, cut=True)
                 case Drop():
                     return None
-        return reply
+        return response or await self._answer(request)
 
-    def _answer(self, request: Request) -> Reply | Awaitable[Reply]:
+    async def _answer(self, request: Request) -> Response:
         try:
             self._check_key(request)
             route = self._routes.get(request.endpoint)
             if route is None:
                 raise Refused(404, f"{request.method} {request.path} does not exist here", "not_found")
             answer = route(request)
-            return answer if answer is None or isinstance(answer, Response) else self._awaited(answer)
+            return answer if isinstance(answer, Response) else await answer
         except Refused as refusal:
             return json_response(refusal.status, refusal.body)
         except KeyError as error:
             return _malformed(422, f"the field {error} is missing")
         except (ValidationError, orjson.JSONDecodeError, DecodeError) as error:
             return _malformed(400, f"the body cannot be read: {error}")
-
-    async def _awaited(self, answer: Awaitable[Reply]) -> Reply:
-        try:
-            return await answer
-        except Refused as refusal:
-            return json_response(refusal.status, refusal.body)
 
     def _check_key(self, request: Request) -> None:
         expected = self._state.config.api_key

@@ -115,9 +115,10 @@ def close_idle(service: ScriptedService) -> None:
     done = threading.Event()
 
     def close() -> None:
+        busy = {request.connection for request in service.requests if request.status is None}
         for connection in list(service._server.connections):
-            if not connection._is_busy:
-                connection._transport.close()
+            if connection.number not in busy:
+                connection.writer.close()
         service._server.loop.call_soon(done.set)
 
     service._server.loop.call_soon_threadsafe(close)

@@ -26,7 +26,7 @@ from hypercorn.config import Config, Sockets
 from hyperframe.frame import GoAwayFrame
 
 from tinkex.testing import Request, ScriptedService
-from tinkex.testing.http.messages import Reply, Response
+from tinkex.testing.http.messages import Response
 
 T = TypeVar("T")
 
@@ -161,8 +161,7 @@ async def ask(service: ScriptedService, request: Request) -> Response:
 
     async def on_its_loop() -> Response:
         service._refuse_head(request)
-        answer = service._handle(request)
-        reply: Reply = answer if answer is None or isinstance(answer, Response) else await answer
+        reply = await service._handle(request)
         assert reply is not None, "no connection to drop"
         if reply.stream is not None:
             reply.body = b"".join([piece async for piece in reply.stream])

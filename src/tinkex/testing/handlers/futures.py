@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import orjson
 
-from tinkex.testing.http.messages import Reply, Response
+from tinkex.testing.http.messages import Response
 from tinkex.testing.script import Expire, FailFuture, Pending, Twist, Work
 
 PROTOBUF = "application/x-protobuf"
@@ -100,7 +100,7 @@ class Future:
         """Its client was told that there will be no result: asking again is new work."""
         return self.was_fetched and (self.is_expired or self.failure is not None)
 
-    def poll(self, wants_protobuf: bool, hold_s: float, metadata_over: int | None) -> Reply | Awaitable[Reply]:
+    def poll(self, wants_protobuf: bool, hold_s: float, metadata_over: int | None) -> Response | Awaitable[Response]:
         """The response to `retrieve_future`: at once when there is one, else held for a while.
 
         `metadata_over`: results of more bytes are announced first, not sent; None sends every result.
@@ -127,7 +127,7 @@ class Future:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
-    async def _held(self, wants_protobuf: bool, hold_s: float, metadata_over: int | None) -> Reply:
+    async def _held(self, wants_protobuf: bool, hold_s: float, metadata_over: int | None) -> Response:
         await self.wait(hold_s)
         return self._answer(wants_protobuf, metadata_over) if self.is_done else _queued(Pending())
 

@@ -11,7 +11,7 @@ import orjson
 from tinkex.testing.draw import Draw, draw
 from tinkex.testing.handlers.futures import Future, Result, json_response
 from tinkex.testing.http import codec
-from tinkex.testing.http.messages import Reply, Request, Response
+from tinkex.testing.http.messages import Request, Response
 from tinkex.testing.model import Weights
 from tinkex.testing.script import FailFuture, Work
 from tinkex.testing.state import Refused, Sampler, State
@@ -90,7 +90,7 @@ class Sampling:
                     yield sse.encode("token", orjson.dumps(event))
         yield sse.encode("done", orjson.dumps(codec.draw_to_json(found)))
 
-    def retrieve_future(self, request: Request) -> Reply | Awaitable[Reply]:
+    def retrieve_future(self, request: Request) -> Response | Awaitable[Response]:
         body, config = request.json, self._state.config
         future = self._state.futures.get(body["request_id"])
         if future is None:
@@ -101,7 +101,7 @@ class Sampling:
         wants_protobuf = request.wants_protobuf and config.dialect == "proto"
         return future.poll(wants_protobuf, config.hold_s, metadata_over)
 
-    async def retrieve_futures(self, request: Request) -> Reply:
+    async def retrieve_futures(self, request: Request) -> Response:
         body = request.json
         sampler = self._state.sampler(body["target"]["sampling_session_id"])
         seen = body.get("prev_cursor") or 0
