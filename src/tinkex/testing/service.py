@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import re
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -14,21 +16,22 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from tinkex.errors import ValidationError
-from tinkex.testing.handlers.account import Account
-from tinkex.testing.handlers.files import Files
-from tinkex.testing.handlers.futures import json_response
-from tinkex.testing.handlers.sampling import Sampling
-from tinkex.testing.handlers.training import Training
-from tinkex.testing.http.messages import Reply, Request, Response
+from tinkex.testing.handlers import account, files, futures, sampling, training
+from tinkex.testing.http.messages import Refused, Reply, Request, Response, json_response
 from tinkex.testing.http.server import HttpServer
-from tinkex.testing.script import FILE, Answer, Delay, Drop, Hang, Script, Status, Twist
-from tinkex.testing.state import Checkpoint, Config, Model, Refused, Sampler, Session, State
+from tinkex.testing.script import ENDPOINTS, FILE, Answer, Delay, Drop, Hang, Script, Status, Twist
+from tinkex.testing.state import Checkpoint, Config, Model, Sampler, Session, State
 from tinkex.wire import endpoints
-
-Route = Callable[[Request], "Response | Awaitable[Response]"]
 
 # What a service of the JSON dialect has never heard of.
 NEW_ENDPOINTS = frozenset({"client_config", "client_dynamic_config", "sample_stream"})
+
+ROUTES: dict[str, Callable[[State, Request], Any]] = {
+    name: getattr(room, name)
+    for room in (account, files, futures, sampling, training)
+    for name in ENDPOINTS
+    if hasattr(room, name)
+}
 
 
 class ScriptedService:
@@ -49,10 +52,11 @@ class ScriptedService:
         self.requests: list[Request] = []
         self._arrived = threading.Condition()
         self._server = HttpServer(self._handle, self._refuse_head)
-        self._state = State(Config(dialect=dialect, **config), self._server.loop)
+        self._state = State(Config(dialect=dialect, **config))
+        lacking = {*self._state.config.missing, *(NEW_ENDPOINTS if dialect == "json" else ())}
+        self._routes = {name: route for name, route in ROUTES.items() if name not in lacking}
         self._running = asyncio.Event()
         self._running.set()
-        self._routes: dict[str, Route] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -71,11 +75,7 @@ class ScriptedService:
     def start(self) -> None:
         """Listen. After `kill`, on the same port and with the same memory."""
         self._server.start()
-        if not self._routes:
-            state = self._state
-            rooms = (Account(state), Training(state), Sampling(state), Files(state, self.url))
-            names = [row.name for row in endpoints.ALL if not self._lacks(row.name)] + [FILE]
-            self._routes = {name: getattr(room, name) for name in names for room in rooms if hasattr(room, name)}
+        self._state.url = self.url
 
     def stop(self) -> None:
         """End the service and its thread. Connections are reset."""
@@ -158,10 +158,6 @@ class ScriptedService:
             if not self._arrived.wait_for(have_come, timeout_s):
                 raise TimeoutError(f"fewer than {count} requests to {endpoint!r} within {timeout_s} s")
 
-    def _lacks(self, name: str) -> bool:
-        config = self._state.config
-        return name in config.missing or (config.dialect == "json" and name in NEW_ENDPOINTS)
-
     def _refuse_head(self, request: Request) -> bool:
         request.endpoint, request.parts = find(request.method, request.path)
         if not any(rule.acts_at_head for rule in self.script.rules):
@@ -193,7 +189,7 @@ class ScriptedService:
                 case Hang():
                     await asyncio.get_running_loop().create_future()
                 case Status(status, detail, headers):
-                    return json_response(status, {"detail": detail, "code": "scripted"}, dict(headers))
+                    return json_response(status, {"detail": detail, "code": "scripted"}, headers)
                 case Answer(body, content_type, status, headers):
                     return Response(status, _bytes(body), content_type, headers)
                 case Drop("mid_answer") if response is not None:
@@ -208,14 +204,16 @@ class ScriptedService:
             route = self._routes.get(request.endpoint)
             if route is None:
                 raise Refused(404, f"{request.method} {request.path} does not exist here", "not_found")
-            answer = route(request)
-            return answer if isinstance(answer, Response) else await answer
-        except Refused as refusal:
-            return json_response(refusal.status, refusal.body)
+            answer = route(self._state, request)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            return answer if isinstance(answer, Response) else json_response(200, answer)
+        except Refused as refused:
+            return refused.response
         except KeyError as error:
-            return _malformed(422, f"the field {error} is missing")
+            return Refused(422, f"the field {error} is missing", "bad_request").response
         except (ValidationError, orjson.JSONDecodeError, DecodeError) as error:
-            return _malformed(400, f"the body cannot be read: {error}")
+            return Refused(400, f"the body cannot be read: {error}", "bad_request").response
 
     def _check_key(self, request: Request) -> None:
         expected = self._state.config.api_key
@@ -226,14 +224,12 @@ class ScriptedService:
             raise Refused(401, "the key in X-API-Key is not valid here", "unauthorized")
 
 
+@functools.lru_cache(maxsize=1024)
 def find(method: str, path: str) -> tuple[str, dict[str, str]]:
     """The endpoint's name and what its placeholders hold; ("", {}) if there is none."""
     start = path.rfind("/api/v1/")  # base URLs may have a path of their own
     if start >= 0:
         path = path[start:]
-        name = _EXACT.get((method, path))
-        if name is not None:
-            return name, {}
     elif method in ("GET", "HEAD"):
         method, path = "GET", path[max(0, path.find("/files/")) :]
     for verb, pattern, name in _PATTERNS:
@@ -249,9 +245,8 @@ def _pattern(path: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
 
 
-_EXACT = {(row.method, row.path): row.name for row in endpoints.ALL if "{" not in row.path}
 _PATTERNS = [
-    *((row.method, _pattern(row.path), row.name) for row in endpoints.ALL if "{" in row.path),
+    *((row.method, _pattern(row.path), row.name) for row in endpoints.ALL),
     ("GET", _pattern("/files/{run_id}/{checkpoint_id}/{file}"), FILE),
 ]
 
@@ -260,7 +255,3 @@ def _bytes(body: Any) -> bytes:
     if isinstance(body, str):
         return body.encode()
     return body if isinstance(body, bytes) else orjson.dumps(body)
-
-
-def _malformed(status: int, detail: str) -> Response:
-    return json_response(status, {"detail": detail, "code": "bad_request", "category": "user"})

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tinkex.clock import REAL, Clock
-from tinkex.testing.handlers.futures import Future, Result
+from tinkex.testing.http.messages import Refused, Request
 from tinkex.testing.model import Weights
-from tinkex.testing.run_queue import RunQueue
+from tinkex.testing.operations import Future, RunQueue
+
+T = TypeVar("T")
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 CHECKPOINT_TYPES: dict[Kind, str] = {
@@ -53,15 +55,6 @@ class Config:
     clock: Clock = REAL
 
 
-class Refused(Exception):
-    """A response other than success: decided anywhere, written by the service."""
-
-    def __init__(self, status: int, detail: str, code: str, category: str = "user") -> None:
-        super().__init__(detail)
-        self.status = status
-        self.body = {"detail": detail, "code": code, "category": category}
-
-
 @dataclass(slots=True)
 class Session:
     id: str
@@ -87,6 +80,8 @@ class Model:
     queue: RunQueue
     created: Future
     last_request: dt.datetime
+    attempts: dict[int, tuple[int, Future]] = field(default_factory=dict)
+    """By seq_id, the hash of the body and what became of it: a retry finds its earlier attempt."""
     weights: Weights = field(default_factory=Weights)
     gradient: float | None = None
     losses: list[float] = field(default_factory=list)
@@ -103,16 +98,14 @@ class Sampler:
     futures: dict[object, Future] = field(default_factory=dict)
     """By seq_id or idempotency key, and body: a repeated request finds its earlier attempt."""
     completed: list[Future] = field(default_factory=list)
-    watchers: list[asyncio.Future[None]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     clients: int = 1
 
     def note(self, future: Future) -> None:
         """A sample is done: whoever waits for any of this sampler's wakes up."""
         self.completed.append(future)
-        for watcher in self.watchers:
-            if not watcher.done():
-                watcher.set_result(None)
-        self.watchers.clear()
+        self.changed.set()
+        self.changed.clear()
 
 
 @dataclass(slots=True)
@@ -132,9 +125,6 @@ class Checkpoint:
     def path(self) -> str:
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
 
-    def is_expired(self, now: dt.datetime) -> bool:
-        return self.expires_at is not None and self.expires_at <= now
-
     def as_json(self) -> dict[str, Any]:
         return {
             "checkpoint_id": f"{self.kind}/{self.name}",
@@ -151,9 +141,9 @@ class Checkpoint:
 class State:
     """Everything a service knows. Touched only on the service's own thread; tests may read."""
 
-    def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.loop = loop
+        self.url = ""
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
@@ -163,38 +153,36 @@ class State:
         self.sampled: list[tuple[str, int | None]] = []
         self.cancelled: list[str] = []
         self.telemetry: list[dict[str, Any]] = []
+        self._by_idempotency_key: dict[str, Any] = {}
 
     def now(self) -> dt.datetime:
         return dt.datetime.fromtimestamp(self.config.clock.wall(), dt.UTC)
 
+    def after(self, seconds: float | None) -> dt.datetime | None:
+        """When something that lives so long expires."""
+        return None if seconds is None else self.now() + dt.timedelta(seconds=seconds)
+
     def session(self, session_id: str) -> Session:
-        found = self.sessions.get(session_id)
-        if found is None:
-            raise Refused(404, f"session {session_id!r} is not known", "unknown_session")
-        return found
+        return known(self.sessions, session_id, "session")
 
     def model(self, model_id: str) -> Model:
-        found = self.models.get(model_id)
-        if found is None:
-            raise Refused(404, f"model {model_id!r} is not known", "unknown_model")
+        found = known(self.models, model_id, "model")
         found.last_request = self.now()
         return found
 
     def sampler(self, sampler_id: str) -> Sampler:
-        found = self.samplers.get(sampler_id)
-        if found is None:
-            raise Refused(404, f"sampling session {sampler_id!r} is not known", "unknown_sampler")
-        return found
+        return known(self.samplers, sampler_id, "sampling session", "unknown_sampler")
 
     def checkpoint(self, path: str) -> Checkpoint:
-        found = self.checkpoints.get(path)
-        if found is None or found.is_expired(self.now()):
-            raise Refused(404, f"checkpoint {path!r} is not known", "unknown_checkpoint")
-        return found
+        return known({checkpoint.path: checkpoint for checkpoint in self.live_checkpoints()}, path, "checkpoint")
+
+    def checkpoint_of(self, request: Request) -> Checkpoint:
+        """The one that the request's path names."""
+        return self.checkpoint(f"tinker://{request.parts['run_id']}/{request.parts['checkpoint_id']}")
 
     def live_checkpoints(self) -> list[Checkpoint]:
         now = self.now()
-        return [checkpoint for checkpoint in self.checkpoints.values() if not checkpoint.is_expired(now)]
+        return [c for c in self.checkpoints.values() if c.expires_at is None or c.expires_at > now]
 
     def known_base(self, base_model: str) -> str:
         if base_model not in self.config.base_models:
@@ -202,23 +190,40 @@ class State:
             raise Refused(400, f"base model {base_model!r} is not offered. Offered: {offered}", "unknown_base_model")
         return base_model
 
-    def keep(self, future: Future) -> Future:
+    def accept(self, request: Request, op: str) -> Future:
+        future = Future(op, request.twists, self.config.work_s)
         self.futures[future.id] = future
         return future
 
-    def finish_after(self, future: Future, result: Result, seconds: float) -> None:
-        """The work is done; its result shows after so long."""
-        if seconds > 0:
-            self.loop.call_later(seconds, future.finish, result)
-        else:
-            future.finish(result)
+    def once(self, request: Request, create: Callable[[], T]) -> T:
+        """Attempts with one idempotency key are one creation."""
+        key = request.headers.get("x-idempotency-key", "")
+        if not key:
+            return create()
+        if key not in self._by_idempotency_key:
+            self._by_idempotency_key[key] = create()
+        created: T = self._by_idempotency_key[key]
+        return created
 
-    def save(
-        self, model: Model, kind: Kind, name: str, ttl_s: float | None, user_metadata: dict[str, str] | None
-    ) -> Checkpoint:
-        now = self.now()
-        expires = None if ttl_s is None else now + dt.timedelta(seconds=ttl_s)
-        size = self.config.file_bytes
-        checkpoint = Checkpoint(model.id, kind, name, model, model.weights, now, size, user_metadata, expires)
+    def save(self, model: Model, kind: Kind, name: str, weights: Weights, given: Mapping[str, Any]) -> Checkpoint:
+        """Keep weights as a checkpoint of the model; `given` may say how long to keep them, and what for."""
+        checkpoint = Checkpoint(
+            run_id=model.id,
+            kind=kind,
+            name=name,
+            model=model,
+            weights=weights,
+            time=self.now(),
+            size_bytes=self.config.file_bytes,
+            user_metadata=given.get("user_metadata"),
+            expires_at=self.after(given.get("ttl_seconds")),
+        )
         self.checkpoints[checkpoint.path] = checkpoint
         return checkpoint
+
+
+def known(table: Mapping[str, T], name: str, kind: str, code: str = "") -> T:
+    """What the table has under this name; else the request is refused."""
+    if name not in table:
+        raise Refused(404, f"{kind} {name!r} is not known", code or f"unknown_{kind}")
+    return table[name]

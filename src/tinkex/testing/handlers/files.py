@@ -10,12 +10,12 @@ import re
 import tarfile
 from datetime import timedelta
 from email.utils import format_datetime
+from typing import Any
 
 import orjson
 
-from tinkex.testing.handlers.futures import json_response
-from tinkex.testing.http.messages import Request, Response
-from tinkex.testing.state import Checkpoint, Refused, State
+from tinkex.testing.http.messages import Refused, Request, Response
+from tinkex.testing.state import Checkpoint, State
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -23,47 +23,38 @@ ARCHIVE = "archive.tar"
 _LINK_LIFE = timedelta(minutes=15)
 
 
-class Files:
-    """Links and downloads. `file` is the endpoint's name for downloads in scripts."""
+def checkpoint_archive(state: State, request: Request) -> Response:
+    checkpoint = state.checkpoint_of(request)
+    expires = format_datetime(state.now() + _LINK_LIFE, usegmt=True)
+    return Response(302, headers={"location": _link(state, checkpoint, ARCHIVE), "expires": expires})
 
-    def __init__(self, state: State, base_url: str) -> None:
-        self._state = state
-        self._base_url = base_url
 
-    def checkpoint_archive(self, request: Request) -> Response:
-        checkpoint = self._named(request)
-        expires = self._state.now() + _LINK_LIFE
-        headers = {"location": self._link(checkpoint, ARCHIVE), "expires": format_datetime(expires, usegmt=True)}
-        return Response(302, headers=headers)
+def external_weights_urls(state: State, request: Request) -> Any:
+    checkpoint = state.checkpoint_of(request)
+    urls = {name: _link(state, checkpoint, name) for name in (WEIGHTS_FILE, CONFIG_FILE)}
+    return {"urls": urls, "expires": state.now() + _LINK_LIFE}
 
-    def external_weights_urls(self, request: Request) -> Response:
-        checkpoint = self._named(request)
-        urls = {name: self._link(checkpoint, name) for name in (WEIGHTS_FILE, CONFIG_FILE)}
-        return json_response(200, {"urls": urls, "expires": self._state.now() + _LINK_LIFE})
 
-    def tokenizer_file(self, request: Request) -> Response:
-        name, file = request.parts["tokenizer"], request.parts["file"]
-        content = self._state.config.tokenizers.get(name, {}).get(file)
-        if content is None:
-            raise Refused(404, f"tokenizer {name!r} has no file {file!r} here", "unknown_file")
-        return Response(200, content, "application/octet-stream")
+def tokenizer_file(state: State, request: Request) -> Response:
+    name, file = request.parts["tokenizer"], request.parts["file"]
+    content = state.config.tokenizers.get(name, {}).get(file)
+    if content is None:
+        raise Refused(404, f"tokenizer {name!r} has no file {file!r} here", "unknown_file")
+    return Response(200, content, "application/octet-stream")
 
-    def file(self, request: Request) -> Response:
-        parts = request.parts
-        checkpoint = self._state.checkpoint(f"tinker://{parts['run_id']}/{parts['checkpoint_id']}")
-        content = _contents(
-            checkpoint.path, checkpoint.weights.skill, checkpoint.model.lora["rank"], checkpoint.size_bytes
-        )
-        if parts["file"] not in content:
-            raise Refused(404, f"no file {parts['file']!r}", "unknown_file")
-        return _ranged(request, content[parts["file"]])
 
-    def _link(self, checkpoint: Checkpoint, file: str) -> str:
-        where = f"{checkpoint.run_id}/{checkpoint.kind}/{checkpoint.name}/{file}"
-        return f"{self._base_url}/files/{where}?signature=scripted"
+def file(state: State, request: Request) -> Response:
+    """A download; scripts call this endpoint `file`."""
+    checkpoint, name = state.checkpoint_of(request), request.parts["file"]
+    files = _contents(checkpoint.path, checkpoint.weights.skill, checkpoint.model.lora["rank"], checkpoint.size_bytes)
+    if name not in files:
+        raise Refused(404, f"no file {name!r}", "unknown_file")
+    return _ranged(request, files[name])
 
-    def _named(self, request: Request) -> Checkpoint:
-        return self._state.checkpoint(f"tinker://{request.parts['run_id']}/{request.parts['checkpoint_id']}")
+
+def _link(state: State, checkpoint: Checkpoint, file: str) -> str:
+    where = f"{checkpoint.run_id}/{checkpoint.kind}/{checkpoint.name}/{file}"
+    return f"{state.url}/files/{where}?signature=scripted"
 
 
 @functools.lru_cache(maxsize=32)

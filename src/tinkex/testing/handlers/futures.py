@@ -1,155 +1,70 @@
-"""The results of accepted operations, and the polls that wait for them."""
+"""The scripted service's polls for results of every kind."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
 from typing import Any
-from uuid import uuid4
 
-import orjson
-
-from tinkex.testing.http.messages import Response
-from tinkex.testing.script import Expire, FailFuture, Pending, Twist, Work
-
-PROTOBUF = "application/x-protobuf"
+from tinkex.testing.http import codec
+from tinkex.testing.http.messages import Request, Response, json_response
+from tinkex.testing.script import Pending
+from tinkex.testing.state import State, known
 
 
-class Result:
-    """What an operation found; its bytes are made when first asked for."""
-
-    def __init__(self, as_json: Callable[[], Any], as_protobuf: Callable[[], bytes] | None = None) -> None:
-        self._as_json = as_json
-        self._as_protobuf = as_protobuf
-        self._made: dict[bool, Response] = {}
-
-    def response(self, wants_protobuf: bool) -> Response:
-        in_protobuf = wants_protobuf and self._as_protobuf is not None
-        if in_protobuf not in self._made:
-            self._made[in_protobuf] = self._make(in_protobuf)
-        return self._made[in_protobuf]
-
-    def _make(self, in_protobuf: bool) -> Response:
-        if in_protobuf and self._as_protobuf is not None:
-            return Response(200, self._as_protobuf(), PROTOBUF)
-        return Response(200, orjson.dumps(self._as_json()))
-
-
-class Future:
-    """One accepted operation."""
-
-    __slots__ = (
-        "_waiters",
-        "failure",
-        "id",
-        "is_done",
-        "is_expired",
-        "on_done",
-        "op",
-        "queue",
-        "result",
-        "was_fetched",
-        "work_s",
-    )
-
-    def __init__(self, op: str, twists: Sequence[Twist], work_s: float) -> None:
-        self.id = f"{op}-{uuid4().hex}"
-        self.op = op
-        self.queue: list[Pending] = []
-        self.failure: FailFuture | None = None
-        self.result: Result | None = None
-        self.work_s = work_s
-        self.is_done = False
-        self.is_expired = False
-        self.was_fetched = False
-        self.on_done: Callable[[Future], None] | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-        for twist in twists:
-            self.twist(twist)
-
-    def twist(self, twist: Twist) -> None:
-        """Change what becomes of it."""
-        match twist:
-            case Pending():
-                self.queue += [twist] * twist.times
-            case Work():
-                self.work_s = twist.seconds
-            case Expire():
-                self.is_expired = True
-            case FailFuture():
-                self.failure = twist
-
-    def finish(self, result: Result | None) -> None:
-        """Done, well or (without a result) badly: whoever polls now gets the response."""
-        if self.is_done:  # cancelled while it worked
-            return
-        self.result = result
-        self.is_done = True
-        if self.on_done is not None:
-            self.on_done(self)
-        for waiter in self._waiters:
-            _wake(waiter)
-        self._waiters.clear()
-
-    def fail(self, message: str, category: str) -> None:
-        self.failure = FailFuture(message, category)
-        self.finish(None)
-
-    @property
-    def is_lost(self) -> bool:
-        """Its client was told that there will be no result: asking again is new work."""
-        return self.was_fetched and (self.is_expired or self.failure is not None)
-
-    def poll(self, wants_protobuf: bool, hold_s: float, metadata_over: int | None) -> Response | Awaitable[Response]:
-        """The response to `retrieve_future`: at once when there is one, else held for a while.
-
-        `metadata_over`: results of more bytes are announced first, not sent; None sends every result.
-        """
-        if self.is_expired:
-            self.was_fetched = True
-            return json_response(410, {"detail": "the result is gone", "code": "expired", "category": "server"})
-        if self.queue:
-            return _queued(self.queue.pop(0))
-        if self.is_done:
-            return self._answer(wants_protobuf, metadata_over)
-        return self._held(wants_protobuf, hold_s, metadata_over)
-
-    async def wait(self, hold_s: float) -> None:
-        """Until it is done, at most so long."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters.append(waiter)
-        timer = loop.call_later(hold_s, _wake, waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-
-    async def _held(self, wants_protobuf: bool, hold_s: float, metadata_over: int | None) -> Response:
-        await self.wait(hold_s)
-        return self._answer(wants_protobuf, metadata_over) if self.is_done else _queued(Pending())
-
-    def _answer(self, wants_protobuf: bool, metadata_over: int | None) -> Response:
-        if self.failure is not None or self.result is None:
-            self.was_fetched = True
-            failure = self.failure or FailFuture()
-            return json_response(200, {"error": failure.message, "category": failure.category})
-        response = self.result.response(wants_protobuf)
-        if metadata_over is not None and len(response.body) > metadata_over:
-            return json_response(200, {"status": "complete_metadata", "response_payload_size": len(response.body)})
-        self.was_fetched = True
-        return response
+async def retrieve_future(state: State, request: Request) -> Response:
+    """The result at once when there is one, else when it comes; held for a while at most."""
+    body, config = request.json, state.config
+    future = known(state.futures, body["request_id"], "request")
+    for twist in request.twists:
+        future.twist(twist)
+    if future.is_expired:
+        future.was_fetched = True
+        return json_response(410, {"detail": "the result is gone", "code": "expired", "category": "server"})
+    if future.pending:
+        return _queued(future.pending.pop(0))
+    if not await _set_within(future.done, config.hold_s):
+        return _queued(Pending())
+    if future.failure is not None:
+        future.was_fetched = True
+        return json_response(200, {"error": future.failure.message, "category": future.failure.category})
+    response = codec.encode(future.op, future.result, request.wants_protobuf and config.dialect == "proto")
+    size, limit = len(response.body), config.metadata_over_bytes
+    if limit is not None and size > limit and body.get("allow_metadata_only"):
+        return json_response(200, {"status": "complete_metadata", "response_payload_size": size})
+    future.was_fetched = True
+    return response
 
 
-def json_response(status: int, value: Any, headers: dict[str, str] | None = None) -> Response:
-    return Response(status, orjson.dumps(value), headers=headers)
+async def retrieve_futures(state: State, request: Request) -> Any:
+    body = request.json
+    sampler = state.sampler(body["target"]["sampling_session_id"])
+    seen = body.get("prev_cursor") or 0
+    if len(sampler.completed) <= seen:
+        await _set_within(sampler.changed, state.config.hold_s)
+    completions = [
+        {"state": "finished" if future.failure is None else "failed", "request_id": future.id}
+        for future in sampler.completed[seen:]
+    ]
+    return {"completions": completions, "cursor": len(sampler.completed)}
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+def cancel_future(state: State, request: Request) -> Any:
+    request_id = request.json["request_id"]
+    state.cancelled.append(request_id)
+    future = state.futures.get(request_id)
+    # Training that was accepted runs to completion: later operations build on it.
+    if future is not None and future.op == "asample" and not future.done.is_set():
+        future.fail("cancelled by the client")
+    return {}
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    if not event.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
+    return event.is_set()
 
 
 def _queued(state: Pending) -> Response:

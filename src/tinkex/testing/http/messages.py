@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote
 
+import orjson
+
 from tinkex.clock import REAL
 from tinkex.wire import body as wire_body
 from tinkex.wire import json_codec, tinkex_pb2
@@ -22,20 +24,6 @@ class Request:
     `status` the status answered so far (None: no response yet, or the connection was dropped), `connection` the number
     of the connection it came on, `headers` have lower-case names, `time` is `tinkex.clock`'s monotonic one.
     """
-
-    __slots__ = (
-        "body",
-        "connection",
-        "endpoint",
-        "headers",
-        "method",
-        "parts",
-        "path",
-        "query",
-        "status",
-        "time",
-        "twists",
-    )
 
     def __init__(self, method: str, target: str, headers: dict[str, str], connection: int = 0) -> None:
         path, _, query = target.partition("?")
@@ -101,3 +89,15 @@ class Response:
 
 # None: no response at all, the connection is reset.
 Reply = Response | None
+
+
+def json_response(status: int, value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(status, orjson.dumps(value), headers=headers)
+
+
+class Refused(Exception):
+    """A response other than success: decided anywhere, written by the service."""
+
+    def __init__(self, status: int, detail: str, code: str) -> None:
+        super().__init__(detail)
+        self.response = json_response(status, {"detail": detail, "code": code, "category": "user"})
