@@ -9,8 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import orjson
 from google.protobuf.message import DecodeError
@@ -34,7 +33,7 @@ ROUTES: dict[str, Callable[[State, Request], Any]] = {
 }
 
 
-class ScriptedService:
+class ScriptedService(HttpServer):
     """A whole service in this process, on its own thread and a free port.
 
         with ScriptedService(dialect="proto", base_models=["tinkex/tiny"]) as service:
@@ -48,101 +47,34 @@ class ScriptedService:
     def __init__(self, dialect: Literal["proto", "json"] = "proto", **config: Any) -> None:
         if dialect not in ("proto", "json"):
             raise ValueError(f"dialect is 'proto' or 'json', not {dialect!r}")
+        super().__init__()
         self.script = Script()
         self.requests: list[Request] = []
         self._arrived = threading.Condition()
-        self._server = HttpServer(self._handle, self._refuse_head)
-        self._state = State(Config(dialect=dialect, **config))
-        lacking = {*self._state.config.missing, *(NEW_ENDPOINTS if dialect == "json" else ())}
-        self._routes = {name: route for name, route in ROUTES.items() if name not in lacking}
         self._running = asyncio.Event()
         self._running.set()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    @property
-    def url(self) -> str:
-        """The `base_url` for clients."""
-        return f"http://127.0.0.1:{self._server.port}"
-
-    def start(self) -> None:
-        """Listen. After `kill`, on the same port and with the same memory."""
-        self._server.start()
-        self._state.url = self.url
-
-    def stop(self) -> None:
-        """End the service and its thread. Connections are reset."""
-        self._server.stop()
-
-    def kill(self) -> None:
-        """Go dead in mid-run: nobody listens any more, every connection is reset. `start` brings it back."""
-        self._server.kill()
+        self._state = state = State(Config(dialect=dialect, **config), lambda: self.url)
+        self.executed: list[tuple[str, int | None, str]] = state.executed
+        """Training operations in the order they ran: (model_id, seq_id, op)."""
+        self.sampled: list[tuple[str, int | None]] = state.sampled
+        """Samples drawn: (sampler_id, seq_id)."""
+        self.cancelled: list[str] = state.cancelled
+        """Request ids that clients cancelled."""
+        self.telemetry: list[dict[str, Any]] = state.telemetry
+        """Bodies sent to the telemetry endpoint."""
+        self.sessions: dict[str, Session] = state.sessions
+        self.models: dict[str, Model] = state.models
+        self.samplers: dict[str, Sampler] = state.samplers
+        self.checkpoints: dict[str, Checkpoint] = state.checkpoints
+        lacking = {*state.config.missing, *(NEW_ENDPOINTS if dialect == "json" else ())}
+        self._routes = {name: route for name, route in ROUTES.items() if name not in lacking}
 
     def pause(self) -> None:
         """Accept connections and requests, and answer nothing until `resume`."""
-        self._server.loop.call_soon_threadsafe(self._running.clear)
+        self._loop.call_soon_threadsafe(self._running.clear)
 
     def resume(self) -> None:
-        self._server.loop.call_soon_threadsafe(self._running.set)
-
-    # What a test may look at.
-
-    @property
-    def executed(self) -> list[tuple[str, int | None, str]]:
-        """Training operations in the order they ran: (model_id, seq_id, op)."""
-        return self._state.executed
-
-    @property
-    def sampled(self) -> list[tuple[str, int | None]]:
-        """Samples drawn: (sampler_id, seq_id)."""
-        return self._state.sampled
-
-    @property
-    def cancelled(self) -> list[str]:
-        """Request ids that clients cancelled."""
-        return self._state.cancelled
-
-    @property
-    def telemetry(self) -> list[dict[str, Any]]:
-        """Bodies sent to the telemetry endpoint."""
-        return self._state.telemetry
-
-    @property
-    def sessions(self) -> dict[str, Session]:
-        return self._state.sessions
-
-    @property
-    def models(self) -> dict[str, Model]:
-        return self._state.models
-
-    @property
-    def samplers(self) -> dict[str, Sampler]:
-        return self._state.samplers
-
-    @property
-    def checkpoints(self) -> dict[str, Checkpoint]:
-        return self._state.checkpoints
-
-    @property
-    def connections(self) -> int:
-        """How many are open now."""
-        return len(self._server.connections)
-
-    @property
-    def peak_connections(self) -> int:
-        return self._server.peak_connections
-
-    @property
-    def accepted_connections(self) -> int:
-        """How many there have been in all."""
-        return self._server.accepted_connections
+        self._loop.call_soon_threadsafe(self._running.set)
 
     def requests_to(self, endpoint: str) -> list[Request]:
         """The requests to one endpoint, in the order of arrival."""
@@ -160,8 +92,6 @@ class ScriptedService:
 
     def _refuse_head(self, request: Request) -> bool:
         request.endpoint, request.parts = find(request.method, request.path)
-        if not any(rule.acts_at_head for rule in self.script.rules):
-            return False
         is_refused = bool(self.script.decide(request, at_head=True))
         if is_refused:
             self._record(request)

@@ -141,9 +141,9 @@ class Checkpoint:
 class State:
     """Everything a service knows. Touched only on the service's own thread; tests may read."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, url: Callable[[], str]) -> None:
         self.config = config
-        self.url = ""
+        self.url = url
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}

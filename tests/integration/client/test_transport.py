@@ -116,12 +116,12 @@ def close_idle(service: ScriptedService) -> None:
 
     def close() -> None:
         busy = {request.connection for request in service.requests if request.status is None}
-        for connection in list(service._server.connections):
+        for connection in list(service._connections):
             if connection.number not in busy:
                 connection.writer.close()
-        service._server.loop.call_soon(done.set)
+        service._loop.call_soon(done.set)
 
-    service._server.loop.call_soon_threadsafe(close)
+    service._loop.call_soon_threadsafe(close)
     assert done.wait(5)
 
 

@@ -167,7 +167,7 @@ async def ask(service: ScriptedService, request: Request) -> Response:
             reply.body = b"".join([piece async for piece in reply.stream])
         return reply
 
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(on_its_loop(), service._server.loop))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(on_its_loop(), service._loop))
 
 
 class Frames(_Threaded):

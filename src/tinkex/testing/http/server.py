@@ -15,12 +15,12 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, Self
 
 from tinkex.testing.http.messages import Reply, Request, Response
 
-T = TypeVar("T")
 log = logging.getLogger("tinkex.testing")
 
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
@@ -28,73 +28,96 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 s: closing sends RST, not FI
 _HEAD_LIMIT = 1 << 18
 
 
-class HttpServer:
-    """Listens on 127.0.0.1 and hands every complete request to `handle`, on the server's own loop thread."""
+class HttpServer(ABC):
+    """Listens on 127.0.0.1 and hands every complete request to `_handle`, on the server's own loop thread."""
 
-    def __init__(self, handle: Callable[[Request], Awaitable[Reply]], refuse_head: Callable[[Request], bool]) -> None:
-        self.handle = handle
-        self.refuse_head = refuse_head
-        self.connections: set[Connection] = set()
-        self.peak_connections = 0
-        self.accepted_connections = 0
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.port = 0
-        self.loop = asyncio.new_event_loop()
+    def __init__(self) -> None:
+        self.peak_connections: int = 0
+        self.accepted_connections: int = 0
+        """How many there have been in all."""
+        self._connections: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._port = 0
+        self._loop = asyncio.new_event_loop()
         self._listener: asyncio.Server | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tinkex-testing", daemon=True)
         _watch_forks()
         _servers.add(self)
-        self._thread = threading.Thread(target=self.loop.run_forever, name="tinkex-testing", daemon=True)
+
+    @abstractmethod
+    def _refuse_head(self, request: Request) -> bool:
+        """Whether to reset the connection once the headers are there."""
+
+    @abstractmethod
+    async def _handle(self, request: Request) -> Reply: ...
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """The `base_url` for clients."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def connections(self) -> int:
+        """How many are open now."""
+        return len(self._connections)
 
     def start(self) -> None:
-        """Listen on the port of the last time, or on a free one."""
-        if self.loop.is_closed():
+        """Listen. After `kill`, on the same port and with the same memory."""
+        if self._loop.is_closed():
             raise RuntimeError("this service was stopped: make a new one (one that was killed can start again)")
         if not self._thread.is_alive():
             self._thread.start()
         self._run(self._listen())
 
+    def stop(self) -> None:
+        """End the service and its thread. Connections are reset."""
+        if self._thread.is_alive():
+            self.kill()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+
     def kill(self) -> None:
-        """Go dead: nobody listens, every connection is reset, whatever was being answered is given up."""
+        """Go dead in mid-run: nobody listens any more, every connection is reset. `start` brings it back."""
         if self._thread.is_alive():
             self._run(self._close())
 
-    def stop(self) -> None:
-        """Go dead and end the thread."""
-        if self._thread.is_alive():
-            self.kill()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-        self.loop.close()
-
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """In a forked child: give up the inherited sockets, else a connection closed in the parent would stay open."""
         listening = self._listener.sockets if self._listener is not None else ()
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for sock in (*listening, *(connection.sock for connection in self.connections)):
+        for sock in (*listening, *(connection.sock for connection in self._connections)):
             if sock.fileno() >= 0:
                 # Overwritten, not closed: objects in the child still own these numbers and will close them.
                 os.dup2(nowhere, sock.fileno())
         os.close(nowhere)
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _listen(self) -> None:
         # 2,000 clients may connect at once; the kernel caps the backlog at its own limit.
-        self._listener = await self.loop.create_server(
-            lambda: Connection(self), "127.0.0.1", self.port, backlog=4096, reuse_address=True
+        self._listener = await self._loop.create_server(
+            lambda: Connection(self), "127.0.0.1", self._port, backlog=4096, reuse_address=True
         )
-        self.port = self._listener.sockets[0].getsockname()[1]
+        self._port = self._listener.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        for connection in list(self.connections):
+        for connection in list(self._connections):
             connection.reset()
-        for task in self.tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 _servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
@@ -103,7 +126,7 @@ _servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
 @functools.cache
 def _watch_forks() -> None:
     if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(after_in_child=lambda: [server.let_go() for server in list(_servers)])
+        os.register_at_fork(after_in_child=lambda: [server._let_go() for server in list(_servers)])
 
 
 class Connection(asyncio.StreamReaderProtocol):
@@ -113,19 +136,19 @@ class Connection(asyncio.StreamReaderProtocol):
     """
 
     def __init__(self, server: HttpServer) -> None:
-        super().__init__(asyncio.StreamReader(_HEAD_LIMIT, server.loop), self._opened, server.loop)
+        super().__init__(asyncio.StreamReader(_HEAD_LIMIT, server._loop), self._opened, server._loop)
         self._server = server
 
     def _opened(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server = self._server
         self.writer = writer
-        server.connections.add(self)
+        server._connections.add(self)
         server.accepted_connections += 1
         self.number = server.accepted_connections
-        server.peak_connections = max(server.peak_connections, len(server.connections))
-        task = server.loop.create_task(self._serve(reader, writer))
-        server.tasks.add(task)
-        task.add_done_callback(server.tasks.discard)
+        server.peak_connections = max(server.peak_connections, len(server._connections))
+        task = server._loop.create_task(self._serve(reader, writer))
+        server._tasks.add(task)
+        task.add_done_callback(server._tasks.discard)
 
     @property
     def sock(self) -> socket.socket:
@@ -138,7 +161,7 @@ class Connection(asyncio.StreamReaderProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._server.connections.discard(self)
+        self._server._connections.discard(self)
 
     def reset(self) -> None:
         """Close with a RST: the client sees "connection reset by peer"."""
@@ -158,14 +181,14 @@ class Connection(asyncio.StreamReaderProtocol):
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request. False if that was the connection's last."""
         request = _request(await reader.readuntil(b"\r\n\r\n"), self.number)
-        if self._server.refuse_head(request):
+        if self._server._refuse_head(request):
             self.reset()
             return False
         if request.headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.body = await _body(reader, request.headers)
         try:
-            response = await self._server.handle(request)
+            response = await self._server._handle(request)
         except Exception:
             log.exception("the scripted service failed on %s %s", request.method, request.path)
             response = Response(500, b'{"detail": "the scripted service has a bug, see its log", "code": "bug"}')
