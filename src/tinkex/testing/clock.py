@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import threading
 
 from tinkex.clock import Clock
@@ -26,8 +24,7 @@ class FakeClock(Clock):
         self._now = start
         self._wall_offset = wall - start
         self._auto = auto
-        self._order = itertools.count()
-        self._sleepers: list[tuple[float, int, asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._sleepers: dict[asyncio.Future[None], float] = {}  # each with the time when it shall wake
         self._changed = threading.Condition()
 
     def now(self) -> float:
@@ -43,19 +40,15 @@ class FakeClock(Clock):
                 self._now += max(seconds, 0.0)
             await asyncio.sleep(0)
             return
-        loop = asyncio.get_running_loop()
-        alarm: asyncio.Future[None] = loop.create_future()
+        alarm: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._changed:
-            entry = (self._now + seconds, next(self._order), loop, alarm)
-            heapq.heappush(self._sleepers, entry)
+            self._sleepers[alarm] = self._now + seconds
             self._changed.notify_all()
         try:
             await alarm
         finally:
             with self._changed:
-                if entry in self._sleepers:  # cancelled before its time
-                    self._sleepers.remove(entry)
-                    heapq.heapify(self._sleepers)
+                self._sleepers.pop(alarm, None)  # if it was cancelled before its time
 
     def pause(self, seconds: float) -> None:
         """Block the calling thread until `advance` has passed the time; with `auto=True`, turn the hands at once."""
@@ -75,9 +68,10 @@ class FakeClock(Clock):
         """Turn the hands, waking whoever is due, earliest first. Sleeps begun by the woken count from the new time."""
         with self._changed:
             self._now += seconds
-            while self._sleepers and self._sleepers[0][0] <= self._now:
-                _, _, loop, alarm = heapq.heappop(self._sleepers)
-                loop.call_soon_threadsafe(_ring, alarm)
+            for alarm in sorted(self._sleepers, key=self._sleepers.__getitem__):
+                if self._sleepers[alarm] <= self._now:
+                    del self._sleepers[alarm]
+                    alarm.get_loop().call_soon_threadsafe(_ring, alarm)
             self._changed.notify_all()
 
     def wait_for_sleepers(self, count: int = 1, timeout_s: float = 5.0) -> None:

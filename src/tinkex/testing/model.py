@@ -24,6 +24,7 @@ _SURPRISE = [0.25 + 4.0 * ((i * 2654435761) % 2**32) / 2**32 for i in range(_SIZ
 _GAIN = 4.0  # skill per unit of learning rate: twelve steps of 5e-3 lower a loss by a fifth
 _SKILL_LIMIT = 8.0
 _DEFAULT_MAX_TOKENS = 16
+_NO_TOKEN = -1  # stands for each place of an image or of audio
 
 OFFERED = frozenset((*LOSSES, "custom"))
 """Every known loss. What this model computes for them is made up; only the kinds of their inputs are real."""
@@ -60,22 +61,6 @@ def _table(skill: float) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
-    """A loss input: its values, row by row, and its shape."""
-
-    values: Sequence[float]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A datum, whichever dialect it came in."""
-
-    tokens: Sequence[int]
-    inputs: Mapping[str, Array]
-
-
-@dataclass(frozen=True, slots=True)
 class Pass:
     """What a forward pass found: log-probabilities per datum, shaped like the targets, the loss and its gradient."""
 
@@ -84,50 +69,82 @@ class Pass:
     gradient: float
 
 
-def run(weights: Weights, rows: Sequence[Row], loss_fn: str, config: Mapping[str, Any]) -> Pass:
-    """One pass over the data. Losses are sums over tokens."""
+def run(weights: Weights, data: Sequence[Mapping[str, Any]], loss_fn: str, config: Mapping[str, Any]) -> Pass:
+    """One pass over the data of a request. Losses are sums over tokens."""
     if loss_fn not in OFFERED:
         raise BadData(f"loss_fn {loss_fn!r} is not offered. Offered: {', '.join(sorted(OFFERED))}")
-    if not rows:
+    if not data:
         raise BadData("no data")
     found = []
     loss = gradient = 0.0
-    for index, row in enumerate(rows):
-        targets = _targets(row, index)
-        width = math.prod(targets.shape[1:])
-        logprobs = weights.logprobs(_each_times(width, row.tokens), map(int, targets.values))
-        added, pull = _loss(loss_fn, logprobs, row, index, config)
+    for index, datum in enumerate(data):
+        tokens = tokens_of(datum["model_input"]["chunks"])
+        inputs = {name: _values(tensor) for name, tensor in datum["loss_fn_inputs"].items()}
+        shape = _target_shape(datum["loss_fn_inputs"], len(tokens), index)
+        logprobs = weights.logprobs(_each_times(math.prod(shape[1:]), tokens), map(int, inputs["target_tokens"]))
+        added, pull = _loss(loss_fn, logprobs, inputs, index, config)
         loss += added
         gradient += pull
-        found.append(_tensor(logprobs, targets.shape))
+        found.append(_tensor(logprobs, shape))
     return Pass(found, loss, gradient)
 
 
-def _targets(row: Row, index: int) -> Array:
-    targets = row.inputs.get("target_tokens")
+def tokens_of(chunks: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The tokens of a model input; the chunks' kinds show in their shape, as old clients send no `type`."""
+    found: list[int] = []
+    for chunk in chunks:
+        tokens = chunk.get("tokens")
+        if isinstance(tokens, Sequence):
+            found += tokens
+        else:
+            count = chunk.get("expected_tokens") or tokens or (len(chunk["dmel"]) if "dmel" in chunk else 1)
+            found += [_NO_TOKEN] * int(count)
+    return found
+
+
+def _target_shape(inputs: Mapping[str, Any], length: int, index: int) -> tuple[int, ...]:
+    targets = inputs.get("target_tokens")
     if targets is None:
         raise BadData(f"datum {index}: loss_fn_inputs lack 'target_tokens'")
-    if targets.shape[0] != len(row.tokens):
+    shape = tuple(targets.get("shape") or (len(targets["data"]),))
+    if shape[0] != length:
         raise BadData(
-            f"datum {index}: target_tokens has {targets.shape[0]} positions, model_input has {len(row.tokens)}; "
-            "they must be equal"
+            f"datum {index}: target_tokens has {shape[0]} positions, model_input has {length}; they must be equal"
         )
-    return targets
+    return shape
 
 
-def _loss(name: str, logprobs: Sequence[float], row: Row, index: int, config: Mapping[str, Any]) -> tuple[float, float]:
+def _values(tensor: Mapping[str, Any]) -> Sequence[float]:
+    """Row by row; a sparse tensor is filled up with zeros."""
+    values: Sequence[float] = tensor["data"]
+    shape = list(tensor.get("shape") or (len(values),))
+    crow, col = tensor.get("sparse_crow_indices"), tensor.get("sparse_col_indices")
+    if crow is not None and col is not None:
+        rows, width = shape
+        flat: list[float] = [0] * (rows * width)
+        for row in range(rows):
+            for place in range(crow[row], crow[row + 1]):
+                flat[row * width + col[place]] = values[place]
+        return flat
+    if math.prod(shape) != len(values):
+        raise BadData(f"a tensor of shape {shape} came with {len(values)} values")
+    return values
+
+
+def _loss(
+    name: str, logprobs: Sequence[float], inputs: Mapping[str, Sequence[float]], index: int, config: Mapping[str, Any]
+) -> tuple[float, float]:
     """The loss of one datum, and how hard it pulls its log-probabilities up."""
 
     def needed(key: str) -> Sequence[float]:
-        if key not in row.inputs:
+        if key not in inputs:
             raise BadData(f"datum {index}: {name} needs {key!r} among the loss_fn_inputs")
-        values = row.inputs[key].values
-        if len(values) != len(logprobs):
-            raise BadData(f"datum {index}: {key} has {len(values)} values, target_tokens has {len(logprobs)}")
-        return values
+        if len(inputs[key]) != len(logprobs):
+            raise BadData(f"datum {index}: {key} has {len(inputs[key])} values, target_tokens has {len(logprobs)}")
+        return inputs[key]
 
     if name in ("cross_entropy", "custom", "kl_divergence"):
-        weights = needed("weights") if "weights" in row.inputs else [1.0] * len(logprobs)
+        weights = needed("weights") if "weights" in inputs else [1.0] * len(logprobs)
         return -sum(map(mul, logprobs, weights)), sum(weights)
     sampled, advantages = needed("logprobs"), needed("advantages")
     low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)

@@ -107,30 +107,20 @@ Twist = FailFuture | Pending | Expire | Work
 Action = Status | Answer | Delay | Hang | Drop | Twist
 
 
+@dataclass(slots=True)
 class Rule:
     """Which requests, how often, and what then. `seen` and `fired` are counts a test may read."""
 
-    def __init__(
-        self,
-        endpoints: frozenset[str] | None,
-        actions: Sequence[Action],
-        where: Callable[[Request], bool] | None,
-        first: int,
-        times: int | None,
-        probability: float,
-        seed: int,
-    ) -> None:
-        self.endpoints = endpoints
-        self.actions = tuple(actions)
-        self.where = where
-        self.first = first
-        self.times = times
-        self.probability = probability
-        self.random = random.Random(seed)
-        self.seen = 0
-        self.fired = 0
-        # Only a bare drop can act without the body; a predicate may want to read it.
-        self.acts_at_head = self.actions[:1] == (Drop("before"),) and where is None
+    endpoints: frozenset[str] | None
+    choose: Callable[[], tuple[Action, ...]]
+    dice: random.Random
+    where: Callable[[Request], bool] | None = None
+    first: int = 1
+    times: int | None = None
+    probability: float = 1.0
+    acts_at_head: bool = False
+    seen: int = 0
+    fired: int = 0
 
     def draw(self, request: Request) -> tuple[Action, ...]:
         """What to do with this request: () if the rule does not fire."""
@@ -141,38 +131,11 @@ class Rule:
         self.seen += 1
         if self.seen < self.first or (self.times is not None and self.fired >= self.times):
             return ()
-        if self.probability < 1 and self.random.random() >= self.probability:
+        if self.probability < 1 and self.dice.random() >= self.probability:
             return ()
         chosen = self.choose()
         self.fired += bool(chosen)
         return chosen
-
-    def choose(self) -> tuple[Action, ...]:
-        return self.actions
-
-
-class Chaos(Rule):
-    """Faults at random: the draws follow from the seed, the requests they hit from the order of arrival."""
-
-    def __init__(
-        self, endpoints: frozenset[str] | None, odds: Mapping[str, float], seed: int, delay_s: float, retry_ms: int
-    ) -> None:
-        super().__init__(endpoints, (), None, 1, None, 1.0, seed)
-        self.odds = odds
-        self.delay_s = delay_s
-        self.headers = {"retry-after-ms": str(retry_ms)}
-
-    def choose(self) -> tuple[Action, ...]:
-        draw, odds = self.random.random, self.odds
-        delay = (Delay(draw() * self.delay_s),) if draw() < odds["delay"] else ()
-        ticket = draw()
-        for status in ("500", "429", "408"):
-            ticket -= odds[status]
-            if ticket < 0:
-                return (*delay, Status(int(status), "chaos", self.headers))
-        if ticket < odds["reset"]:
-            return (*delay, Drop(self.random.choice(("before", "after_accept", "mid_answer"))))
-        return delay
 
 
 class Script:
@@ -199,8 +162,19 @@ class Script:
         actions = (do,) if isinstance(do, Action) else tuple(do)
         if not actions:
             raise ValueError("do= needs at least one action")
-        limit = 1 if nth is not None and times is None else times
-        return self._add(Rule(_names(endpoint), actions, where, nth or 1, limit, probability, seed))
+        return self._add(
+            Rule(
+                endpoints=_names(endpoint),
+                choose=lambda: actions,
+                dice=random.Random(seed),
+                where=where,
+                first=nth or 1,
+                times=1 if nth is not None and times is None else times,
+                probability=probability,
+                # Only a bare drop can act without the body; a predicate may want to read it.
+                acts_at_head=actions[0] == Drop("before") and where is None,
+            )
+        )
 
     def chaos(
         self,
@@ -215,9 +189,26 @@ class Script:
         retry_after_ms: int = 20,
         endpoint: str | Iterable[str] = "*",
     ) -> Rule:
-        """Faults at random. Resets hit before the work is accepted, after it, and half way through the response."""
-        odds = {"500": p_500, "429": p_429, "408": p_408, "reset": p_reset, "delay": p_delay}
-        return self._add(Chaos(_names(endpoint), odds, seed, delay_s, retry_after_ms))
+        """Faults at random: the draws follow from the seed, the requests they hit from the order of arrival.
+
+        Resets hit before the work is accepted, after it, and half way through the response.
+        """
+        dice = random.Random(seed)
+        statuses = ((500, p_500), (429, p_429), (408, p_408))
+        headers = {"retry-after-ms": str(retry_after_ms)}
+
+        def choose() -> tuple[Action, ...]:
+            delay = (Delay(dice.random() * delay_s),) if dice.random() < p_delay else ()
+            ticket = dice.random()
+            for status, odds in statuses:
+                ticket -= odds
+                if ticket < 0:
+                    return (*delay, Status(status, "chaos", headers))
+            if ticket < p_reset:
+                return (*delay, Drop(dice.choice(("before", "after_accept", "mid_answer"))))
+            return delay
+
+        return self._add(Rule(_names(endpoint), choose, dice))
 
     def clear(self) -> None:
         """Back to good behaviour."""

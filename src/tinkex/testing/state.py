@@ -110,10 +110,9 @@ class Sampler:
 
 @dataclass(slots=True)
 class Checkpoint:
-    run_id: str
+    model: Model
     kind: Kind
     name: str
-    model: Model
     weights: Weights
     time: dt.datetime
     size_bytes: int
@@ -123,7 +122,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+        return f"tinker://{self.model.id}/{self.kind}/{self.name}"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -208,10 +207,9 @@ class State:
     def save(self, model: Model, kind: Kind, name: str, weights: Weights, given: Mapping[str, Any]) -> Checkpoint:
         """Keep weights as a checkpoint of the model; `given` may say how long to keep them, and what for."""
         checkpoint = Checkpoint(
-            run_id=model.id,
+            model=model,
             kind=kind,
             name=name,
-            model=model,
             weights=weights,
             time=self.now(),
             size_bytes=self.config.file_bytes,

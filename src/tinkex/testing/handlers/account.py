@@ -157,7 +157,7 @@ def run_steps(state: State, request: Request) -> Any:
 
 
 def _run(state: State, model: Model) -> dict[str, Any]:
-    newest = {c.kind: c.as_json() for c in state.live_checkpoints() if c.run_id == model.id}
+    newest = {c.kind: c.as_json() for c in state.live_checkpoints() if c.model is model}
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,
@@ -172,7 +172,7 @@ def _run(state: State, model: Model) -> dict[str, Any]:
 
 
 def list_checkpoints(state: State, request: Request) -> Any:
-    own = [c.as_json() for c in state.live_checkpoints() if c.run_id == request.parts["run_id"]]
+    own = [c.as_json() for c in state.live_checkpoints() if c.model.id == request.parts["run_id"]]
     return {"checkpoints": own, "cursor": None}
 
 

@@ -53,8 +53,7 @@ def file(state: State, request: Request) -> Response:
 
 
 def _link(state: State, checkpoint: Checkpoint, file: str) -> str:
-    where = f"{checkpoint.run_id}/{checkpoint.kind}/{checkpoint.name}/{file}"
-    return f"{state.url()}/files/{where}?signature=scripted"
+    return f"{state.url()}/files/{checkpoint.path.removeprefix('tinker://')}/{file}?signature=scripted"
 
 
 @functools.lru_cache(maxsize=32)

@@ -7,9 +7,16 @@ import contextlib
 from typing import Any
 
 from tinkex.testing.http import codec
-from tinkex.testing.http.messages import Request, Response, json_response
+from tinkex.testing.http.messages import PROTOBUF, Request, Response, json_response
 from tinkex.testing.script import Pending
 from tinkex.testing.state import State, known
+
+# Most results are JSON in both dialects.
+_PROTOBUF = {
+    "forward": codec.pass_to_protobuf,
+    "forward_backward": codec.pass_to_protobuf,
+    "asample": codec.sample_to_protobuf,
+}
 
 
 async def retrieve_future(state: State, request: Request) -> Response:
@@ -28,7 +35,8 @@ async def retrieve_future(state: State, request: Request) -> Response:
     if future.failure is not None:
         future.was_fetched = True
         return json_response(200, {"error": future.failure.message, "category": future.failure.category})
-    response = codec.encode(future.op, future.result, request.wants_protobuf and config.dialect == "proto")
+    encode = _PROTOBUF.get(future.op) if request.wants_protobuf and config.dialect == "proto" else None
+    response = Response(200, encode(future.result), PROTOBUF) if encode else json_response(200, future.result)
     size, limit = len(response.body), config.metadata_over_bytes
     if limit is not None and size > limit and body.get("allow_metadata_only"):
         return json_response(200, {"status": "complete_metadata", "response_payload_size": size})

@@ -8,9 +8,8 @@ from typing import Any
 
 import orjson
 
-from tinkex.testing.http import codec
 from tinkex.testing.http.messages import Refused, Request, Response
-from tinkex.testing.model import Weights, draw
+from tinkex.testing.model import Weights, draw, tokens_of
 from tinkex.testing.script import FailFuture, Work
 from tinkex.testing.state import Sampler, State
 from tinkex.wire import sse
@@ -109,7 +108,7 @@ def _opened(state: State, sampler_id: str, body: Mapping[str, Any]) -> Sampler:
 
 
 def _prompt(state: State, body: Mapping[str, Any]) -> list[int]:
-    tokens = codec.tokens_of(body["prompt"]["chunks"])
+    tokens = tokens_of(body["prompt"]["chunks"])
     asked = (body.get("sampling_params") or {}).get("max_tokens") or 0
     limit = state.config.max_context_length
     if len(tokens) + asked > limit:

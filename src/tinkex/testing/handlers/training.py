@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinkex.testing.http import codec
@@ -30,9 +30,7 @@ def create_model(state: State, request: Request) -> Any:
 
 def unload_model(state: State, request: Request) -> Any:
     model = state.model(request.json["model_id"])
-    future = state.accept(request, "unload_model")
-    future.finish({"type": "unload_model", "model_id": model.id})
-    return _accepted(future)
+    return _done(state, request, {"type": "unload_model", "model_id": model.id})
 
 
 def get_info(state: State, request: Request) -> Any:
@@ -48,29 +46,32 @@ def get_info(state: State, request: Request) -> Any:
 
 
 def forward(state: State, request: Request) -> Any:
-    return _pass(state, request, codec.training_input_from_json(request.json, forward_only=True))
+    return _pass(state, request, request.json, "forward_input")
 
 
 def forward_backward(state: State, request: Request) -> Any:
     if not request.is_protobuf:
-        return _pass(state, request, codec.training_input_from_json(request.json, forward_only=False))
+        return _pass(state, request, request.json, "forward_backward_input")
     if state.config.dialect == "json":
         raise Refused(415, "this service reads JSON only", "unsupported_media_type")
-    return _pass(state, request, codec.training_input_from_protobuf(request.content))
+    body = codec.training_from_protobuf(request.content)
+    return _pass(state, request, body, "forward_input" if "forward_input" in body else "forward_backward_input")
 
 
-def _pass(state: State, request: Request, given: codec.TrainingInput) -> Any:
+def _pass(state: State, request: Request, body: Mapping[str, Any], key: str) -> Any:
+    given = body[key]
+    data, loss_fn, config = given["data"], given["loss_fn"], given.get("loss_fn_config") or {}
+
     def compute(model: Model) -> Any:
-        found = run(model.weights, list(given.rows), given.loss_fn, given.config)
-        if not given.forward_only:
+        found = run(model.weights, data, loss_fn, config)
+        if key == "forward_backward_input":
             model.gradient = (model.gradient or 0.0) + found.gradient
             model.losses.append(found.loss)
         outputs = [{"logprobs": tensor} for tensor in found.logprobs]
         metrics = {"loss:sum": found.loss}
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": metrics}
 
-    op = "forward" if given.forward_only else "forward_backward"
-    return _submit(state, request, given.model_id, given.seq_id, op, compute)
+    return _submit(state, request, body, key.removesuffix("_input"), compute)
 
 
 def optim_step(state: State, request: Request) -> Any:
@@ -79,11 +80,11 @@ def optim_step(state: State, request: Request) -> Any:
     learning_rate = params.get("learning_rate", ADAM_LEARNING_RATE)
 
     def compute(model: Model) -> Any:
-        has_gradient = model.gradient is not None
+        no_gradient = model.gradient is None
         if model.gradient is not None:
             model.weights = model.weights.step(model.gradient, learning_rate)
             model.gradient = None
-        metrics = {"step:max": float(model.weights.steps), "no_gradient:max": 0.0 if has_gradient else 1.0}
+        metrics = {"step:max": float(model.weights.steps), "no_gradient:max": float(no_gradient)}
         model.steps.append(
             {
                 "seq_id": body.get("seq_id") or len(model.steps) + 1,
@@ -96,15 +97,12 @@ def optim_step(state: State, request: Request) -> Any:
         model.losses = []
         return {"type": "optim_step", "metrics": metrics}
 
-    return _submit(state, request, body["model_id"], body.get("seq_id"), "optim_step", compute)
+    return _submit(state, request, body, "optim_step", compute)
 
 
 def create_custom_loss(state: State, request: Request) -> Any:
     body = request.json
-    loss_id = f"{body['session_id']}:loss:{body['custom_loss_seq_id']}"
-    future = state.accept(request, "create_custom_loss")
-    future.finish({"loss_id": loss_id})
-    return _accepted(future)
+    return _done(state, request, {"loss_id": f"{body['session_id']}:loss:{body['custom_loss_seq_id']}"})
 
 
 def save_weights(state: State, request: Request) -> Any:
@@ -117,7 +115,7 @@ def save_weights(state: State, request: Request) -> Any:
         state.save(model, kind, body["path"], model.weights, body)
         return {"type": request.endpoint, "path": path}
 
-    return _submit(state, request, body["model_id"], body.get("seq_id"), request.endpoint, compute)
+    return _submit(state, request, body, request.endpoint, compute)
 
 
 save_weights_external = save_weights
@@ -134,7 +132,7 @@ def save_weights_for_sampler(state: State, request: Request) -> Any:
         # No `path`: clients before 0.36 reject an ephemeral answer that has one.
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-    return _submit(state, request, body["model_id"], body.get("seq_id"), "save_weights_for_sampler", compute)
+    return _submit(state, request, body, "save_weights_for_sampler", compute)
 
 
 def load_weights(state: State, request: Request) -> Any:
@@ -149,7 +147,7 @@ def load_weights(state: State, request: Request) -> Any:
         return {"type": "load_weights", "path": checkpoint.path, "model_id": model.id}
 
     if body.get("model_id") is not None:
-        return _submit(state, request, body["model_id"], body.get("seq_id"), "load_weights", compute)
+        return _submit(state, request, body, "load_weights", compute)
     lora = {"lora_config": checkpoint.model.lora, **body}
     model = _new_model(state, request, lora, body.get("base_model") or checkpoint.model.base_model)
     compute(model)
@@ -182,22 +180,20 @@ def _new_model(state: State, request: Request, body: dict[str, Any], base_model:
     return model
 
 
-def _submit(
-    state: State, request: Request, model_id: str, seq_id: int | None, op: str, compute: Callable[[Model], Any]
-) -> Any:
+def _submit(state: State, request: Request, body: Mapping[str, Any], op: str, compute: Callable[[Model], Any]) -> Any:
     """Accept an operation, or find its earlier attempt; it runs when its turn comes."""
-    model = state.model(model_id)
+    model, seq_id = state.model(body["model_id"]), body.get("seq_id")
     digest = hash(request.body)
     if seq_id in model.attempts:
         earlier, future = model.attempts[seq_id]
         if earlier != digest:
             raise Refused(
                 400,
-                f"model {model_id}: seq_id {seq_id} was already used with another body. "
+                f"model {model.id}: seq_id {seq_id} was already used with another body. "
                 "Use a new seq_id for new work; a retry must repeat the same body.",
                 "conflict",
             )
-        return _accepted(future, model_id)
+        return _accepted(future, model.id)
     future = state.accept(request, op)
 
     def execute() -> None:
@@ -219,7 +215,14 @@ def _submit(
     else:
         model.attempts[seq_id] = (digest, future)
         model.queue.submit(seq_id, future, execute)
-    return _accepted(future, model_id)
+    return _accepted(future, model.id)
+
+
+def _done(state: State, request: Request, result: Any) -> dict[str, str]:
+    """What takes no time has its result at once, and yet it is polled for."""
+    future = state.accept(request, request.endpoint)
+    future.finish(result)
+    return _accepted(future)
 
 
 def _accepted(future: Future, model_id: str | None = None) -> dict[str, str]:

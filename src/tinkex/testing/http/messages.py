@@ -10,11 +10,14 @@ from urllib.parse import parse_qsl, unquote
 import orjson
 
 from tinkex.clock import REAL
+from tinkex.testing.http import codec
 from tinkex.wire import body as wire_body
-from tinkex.wire import json_codec, tinkex_pb2
+from tinkex.wire import json_codec
 
 if TYPE_CHECKING:
     from tinkex.testing.script import Twist
+
+PROTOBUF = "application/x-protobuf"
 
 
 class Request:
@@ -49,11 +52,11 @@ class Request:
 
     @property
     def is_protobuf(self) -> bool:
-        return "application/x-protobuf" in self.headers.get("content-type", "")
+        return PROTOBUF in self.headers.get("content-type", "")
 
     @property
     def wants_protobuf(self) -> bool:
-        return "application/x-protobuf" in self.headers.get("accept", "")
+        return PROTOBUF in self.headers.get("accept", "")
 
     @property
     def json(self) -> Any:
@@ -63,11 +66,7 @@ class Request:
     @property
     def summary(self) -> dict[str, Any]:
         """The body's fields, with training data counted instead of listed: the same in both dialects."""
-        if self.is_protobuf:
-            message = tinkex_pb2.ForwardBackwardRequest.FromString(self.content)
-            names = ("model_id", "seq_id", "loss_fn", "forward_only")
-            return {**{name: getattr(message, name) for name in names}, "datums": len(message.data)}
-        body = self.json
+        body = codec.training_from_protobuf(self.content) if self.is_protobuf else self.json
         given = body.get("forward_input") or body.get("forward_backward_input")
         if given is None:
             return dict(body)
