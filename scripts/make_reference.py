@@ -246,6 +246,8 @@ def _table(kind: str, members: list[Item]) -> list[str]:
 
 def _default(member: Item) -> str:
     text = "" if member.value is None else str(member.value)
+    if re.match(r"state\.\w+$", text):
+        return ""  # an attribute that shows a part of an object's inner state
     if made := re.match(r"field\(default_factory=(\w+)[,)]", text):
         return {"list": "[]", "dict": "{}", "tuple": "()", "lambda": "…"}.get(made[1], f"{made[1]}()")
     plain = re.match(r"field\(default=([^,)]+)", text)

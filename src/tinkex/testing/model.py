@@ -174,7 +174,7 @@ def draw(weights: Weights, prompt: Sequence[int], body: Mapping[str, Any], vocab
         cut = next((i + 1 for i, token in enumerate(tokens) if token in stops), 0)
         tokens = tokens[:cut] if cut else tokens
         before = [last, *tokens[:-1]]
-        sequence = {
+        sequence: dict[str, Any] = {
             "stop_reason": "stop" if cut else "length",
             "tokens": tokens,
             "logprobs": weights.logprobs(before, tokens),

@@ -119,8 +119,8 @@ class Rule:
     times: int | None = None
     probability: float = 1.0
     acts_at_head: bool = False
-    seen: int = 0
-    fired: int = 0
+    seen: int = field(default=0, init=False)
+    fired: int = field(default=0, init=False)
 
     def draw(self, request: Request) -> tuple[Action, ...]:
         """What to do with this request: () if the rule does not fire."""

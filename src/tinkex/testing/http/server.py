@@ -125,8 +125,12 @@ _servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
 
 @functools.cache
 def _watch_forks() -> None:
+    def let_go_of_all() -> None:
+        for server in list(_servers):
+            server._let_go()
+
     if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(after_in_child=lambda: [server._let_go() for server in list(_servers)])
+        os.register_at_fork(after_in_child=let_go_of_all)
 
 
 class Connection(asyncio.StreamReaderProtocol):
