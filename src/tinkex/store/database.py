@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, Engine, Insert, Row, Table, create_engine, event
+from sqlalchemy import Connection, Engine, Executable, Insert, Row, Select, Table, create_engine, event, func
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
@@ -81,6 +81,28 @@ class Database:
             if payload is not None:
                 self._payloads.remove([payload.file])
             raise
+
+    def _first(self, kind: type[R], query: Executable, values: Mapping[str, Any] | None = None) -> R | None:
+        """Return the first record of a query."""
+        with self._read() as connection:
+            row = connection.execute(query, values).first()
+        return None if row is None else as_record(kind, row)
+
+    def _all(self, kind: type[R], query: Select[Any]) -> list[R]:
+        with self._read() as connection:
+            return as_records(kind, connection.execute(query).all())
+
+    def _page(self, kind: type[R], query: Select[Any], offset: int, limit: int) -> tuple[list[R], int]:
+        """Return a page of a query's records, and how many there are in all."""
+        with self._read() as connection:
+            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
+            total = connection.scalar(query.order_by(None).with_only_columns(func.count(), maintain_column_froms=True))
+        return as_records(kind, rows), int(total or 0)
+
+    def _run_write(self, statement: Executable, values: Mapping[str, Any] | None = None) -> None:
+        """Run one statement that writes, in its own transaction."""
+        with self._write() as connection:
+            connection.execute(statement, values)
 
     def _insert_new(self, table: Table) -> Insert:
         """Return an insert that does nothing if the row exists already; its rowcount tells which happened."""

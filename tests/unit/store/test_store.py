@@ -66,7 +66,6 @@ def test_a_search_compares_metadata_pairs_and_names(store: Store) -> None:
     assert ids(session_id="d") == []
     assert ids(display_name="rl BIG") == ["a"]
     assert ids(display_name="small", session_id="b") == ["c", "b"]
-    assert ids(project_ids=["p"]) == ["b"]
     assert ids(limit=2) == ["c", "b"]
 
 
