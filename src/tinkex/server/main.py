@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -27,8 +26,6 @@ from tinkex.server.sampling.sample_queue import Sampling
 from tinkex.server.sampling.tokenizer_cache import Tokenizers
 from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
-from tinkex.server.training.operation_runner import OperationRunner
-from tinkex.server.training.residency import Residency
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
 from tinkex.server.upkeep.catalog import Catalog
@@ -81,10 +78,7 @@ def listening(config: ServeConfig) -> Iterator[socket.socket]:
 def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: Engine, clock: Clock = REAL) -> Service:
     """Build the parts of a service. Nothing runs yet."""
     db, metrics, waiters, catalog = Db(), Metrics(), Waiters(), Catalog(models)
-    data_dir = Path(config.data_dir)
-    residency = Residency(store, db, engine, data_dir)
-    runner = OperationRunner(clock, store, db, engine, residency, data_dir)
-    worker = Worker(config, clock, store, db, engine, waiters, residency, runner, metrics, catalog)
+    worker = Worker(config, clock, store, db, engine, waiters, metrics, catalog)
     service = Service(
         config=config,
         clock=clock,

@@ -13,7 +13,7 @@ from tinkex.server.http.requests import IN_THREAD_BYTES, read_json, service_of, 
 from tinkex.server.sampling.sample_queue import PREFIX, PolledSample
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
-from tinkex.server.training.waiters import FinishedOperation
+from tinkex.server.training.waiters import OperationResult
 from tinkex.store.records import OperationRecord
 from tinkex.types.base import Value
 from tinkex.wire import json_codec, proto_codec
@@ -37,7 +37,7 @@ async def retrieve_future(request: Request) -> Response:
         return await _sample(service, tenant, request_id, wants_protobuf, may_be_metadata)
     outcome = service.waiters.recent(request_id)
     pending = service.worker.pending(request_id) if outcome is None else None
-    if pending is not None and pending.tenant == tenant:
+    if pending is not None and pending.row.tenant == tenant:
         outcome = await service.waiters.wait(request_id, service.config.poll_hold_s)
         if outcome is None and service.worker.pending(request_id) is not None:
             return _not_yet(*service.worker.queue_of(pending))
@@ -57,19 +57,18 @@ async def retrieve_future(request: Request) -> Response:
     return await _training_result(outcome, wants_protobuf, may_be_metadata)
 
 
-async def _stored(service: Service, row: OperationRecord) -> FinishedOperation:
+async def _stored(service: Service, row: OperationRecord) -> OperationResult:
     """Return how an operation ended, from the journal."""
     if row.state == "failed":
-        return FinishedOperation(
-            row.tenant, error=row.error or "The operation failed.", category=row.category or "server"
-        )
+        error = row.error or "The operation failed."
+        return OperationResult(tenant=row.tenant, error=error, category=row.category or "server")
     content = await service.db(service.store.result, row.request_id)
     if content is None or row.result_type is None:
         raise RequestRejected(410, f"The result of {row.request_id} has expired and was deleted.", "result_expired")
-    return FinishedOperation(row.tenant, content, row.result_type)
+    return OperationResult(tenant=row.tenant, content=content, content_type=row.result_type)
 
 
-async def _training_result(outcome: FinishedOperation, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+async def _training_result(outcome: OperationResult, wants_protobuf: bool, may_be_metadata: bool) -> Response:
     if outcome.content_type == "json":
         return Response(outcome.content, media_type="application/json")
     if may_be_metadata and len(outcome.content) > METADATA_OVER_BYTES:

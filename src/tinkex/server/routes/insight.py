@@ -80,10 +80,10 @@ async def failed_operations(request: Request) -> Response:
 def _queued(service: Service, pending: PendingOperation) -> dict[str, object]:
     state, reason = service.worker.queue_of(pending)
     return {
-        "run_id": pending.run_id,
-        "seq_id": pending.seq_id,
-        "kind": pending.kind,
-        "tokens": pending.tokens,
+        "run_id": pending.row.run_id,
+        "seq_id": pending.row.seq_id,
+        "kind": pending.row.kind,
+        "tokens": pending.row.tokens,
         "waiting_s": service.clock.now() - pending.arrived,
         "state": state,
         "reason": reason,

@@ -22,6 +22,7 @@ from tinkex.engine.contract import Engine, EngineDied, EngineFault, ModelInfo, S
 from tinkex.server.http.errors import bad_request, not_found, too_many_requests
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.training.scheduler import Shares
+from tinkex.server.training.waiters import wait_in, wake
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
@@ -125,13 +126,6 @@ class Completions:
             self.ids.popleft()
             self.first += 1
         wake(self.waiters)
-
-
-def wake(waiters: set[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-    waiters.clear()
 
 
 class Sampling:
@@ -246,7 +240,7 @@ class Sampling:
     async def wait(self, sample: PolledSample, seconds: float) -> None:
         """Wait until it is done or the time is up."""
         if not sample.is_done:
-            await _wait(sample.waiters, seconds)
+            await wait_in(sample.waiters, seconds)
 
     async def completed(
         self, sampler_id: str, cursor: int, seconds: float
@@ -256,7 +250,7 @@ class Sampling:
         if cursor > done.first + len(done.ids) or cursor < 0:
             cursor = done.first  # a cursor from before a restart: begin again, the client knows what it has
         if cursor >= done.first + len(done.ids):
-            await _wait(done.waiters, seconds)
+            await wait_in(done.waiters, seconds)
         start = max(cursor - done.first, 0)
         return list(done.ids)[start:], done.first + len(done.ids)
 
@@ -449,12 +443,3 @@ def _error_and_category(error: Exception) -> tuple[str, str]:
     if isinstance(error, EngineFault):
         return str(error), error.category
     return "The service failed to sample; its log says why.", "server"
-
-
-async def _wait(waiters: set[asyncio.Future[None]], seconds: float) -> None:
-    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiters.add(waiter)
-    try:
-        await asyncio.wait([waiter], timeout=seconds)
-    finally:
-        waiters.discard(waiter)

@@ -30,9 +30,6 @@ class Residency:
         self._resident: dict[str, int] = {}
         """Run → the engine's generation that has its adapter."""
 
-    def __len__(self) -> int:
-        return len(self.runs())
-
     def holds(self, run_id: str) -> bool:
         return self._resident.get(run_id) == self._engine.state.generation
 
