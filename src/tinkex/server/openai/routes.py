@@ -10,15 +10,14 @@ from typing import Any, Final
 from uuid import uuid4
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.engine.contract import Sampled, SampleEvent, SampleSpec
 from tinkex.server.http.errors import RequestRejected, json_response
 from tinkex.server.http.event_stream import open_event_stream
-from tinkex.server.http.handlers import guarded
-from tinkex.server.http.requests import read_json, service_of, tenant_of
+from tinkex.server.http.requests import ApiRequest, guarded
 from tinkex.server.openai.errors import error_body, openai_error_response, rejection_of
 from tinkex.server.openai.requests import (
     Chat,
@@ -50,9 +49,9 @@ MAX_LISTED_CHECKPOINTS: Final = 1000
 # ── Handlers
 
 
-async def list_models(request: Request) -> Response:
+async def list_models(request: ApiRequest) -> Response:
     """List every name that works: base models, aliases, and the tenant's checkpoints for sampling, newest first."""
-    service, tenant = service_of(request), tenant_of(request)
+    service, tenant = request.service, request.tenant
     entries = [_model(name, 0, model.name) for model in service.catalog.models for name in model.names]
     saved, _ = await service.db(
         lambda: service.store.list_checkpoints(tenant, None, 0, MAX_LISTED_CHECKPOINTS, service.clock.wall())
@@ -61,9 +60,9 @@ async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": entries})
 
 
-async def get_model(request: Request) -> Response:
+async def get_model(request: ApiRequest) -> Response:
     name = request.path_params["name"]
-    target = await _open(service_of(request), tenant_of(request), name)
+    target = await _open(request.service, request.tenant, name)
     return json_response(_model(name, 0, target.info.name))
 
 
@@ -71,23 +70,23 @@ def _model(name: str, created_at: float, base: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(created_at), "owned_by": "tinkex", "root": base}
 
 
-async def completions(request: Request) -> Response:
-    completion = read_completion(await read_json(request))
-    service, tenant = service_of(request), tenant_of(request)
+async def completions(request: ApiRequest) -> Response:
+    completion = read_completion(await request.read_json())
+    service, tenant = request.service, request.tenant
     target = await _open(service, tenant, completion.options.model)
     job = await asyncio.to_thread(_completion_job, service, tenant, target, completion)
     return await _respond(request, service, job)
 
 
-async def chat_completions(request: Request) -> Response:
-    chat = read_chat(await read_json(request))
-    service, tenant = service_of(request), tenant_of(request)
+async def chat_completions(request: ApiRequest) -> Response:
+    chat = read_chat(await request.read_json())
+    service, tenant = request.service, request.tenant
     target = await _open(service, tenant, chat.options.model)
     job = await asyncio.to_thread(_chat_job, service, tenant, target, chat)
     return await _respond(request, service, job)
 
 
-async def unknown(request: Request) -> Response:
+async def unknown(request: ApiRequest) -> Response:
     raise RequestRejected(
         404,
         f"{request.method} {request.url.path[:200]} is not part of this service. It has GET models, POST completions "
@@ -206,7 +205,7 @@ async def _sample_prompts(service: Service, job: CompletionJob) -> AsyncGenerato
 # ── From samples to a response
 
 
-async def _respond(request: Request, service: Service, job: CompletionJob) -> Response:
+async def _respond(request: ApiRequest, service: Service, job: CompletionJob) -> Response:
     created = int(service.clock.wall())
     if job.options.is_streamed:
         return await open_event_stream(_stream(service, job, created), _error_event)
@@ -214,7 +213,7 @@ async def _respond(request: Request, service: Service, job: CompletionJob) -> Re
     return await asyncio.to_thread(_whole_response, events, job, created)
 
 
-async def _collect(request: Request, service: Service, job: CompletionJob) -> list[tuple[int, SampleEvent]]:
+async def _collect(request: ApiRequest, service: Service, job: CompletionJob) -> list[tuple[int, SampleEvent]]:
     """Return all events of a job. Raises ClientDisconnect, and cancels the samples, if the client hangs up."""
 
     async def collect() -> list[tuple[int, SampleEvent]]:

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
+from tinkex.rules.limits import check_ttl
 from tinkex.server.http.errors import bad_request, json_response, not_found
-from tinkex.server.http.lookup import find_readable_checkpoint, find_session, parse_ttl, require_checkpoint_path
-from tinkex.server.http.requests import read_json, service_of, tenant_of
-from tinkex.server.routes.account import write_audit
+from tinkex.server.http.fields import require_checkpoint_path
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes.sessions import idempotency_key
 from tinkex.server.service import Service
 from tinkex.server.upkeep import folders
+from tinkex.store.errors import Duplicate
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
-from tinkex.store.store import Duplicate
 
 
 class CopyDestination(NamedTuple):
@@ -39,15 +38,15 @@ class CopyDestination(NamedTuple):
         return f"{self.session.id}:train:{self.number}"
 
 
-async def copy_weights(request: Request) -> Response:
+async def copy_weights(request: ApiRequest) -> Response:
     """Copy a checkpoint that the tenant may read into a session of the tenant, or into a new one."""
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     key = idempotency_key(request, "copy_weights")
     if key and (known := await service.db(service.store.recall, tenant, key)) is not None:
         return Response(known, media_type="application/json")
-    source = await find_readable_checkpoint(service, tenant, require_checkpoint_path(body, "source_path"))
-    ttl_s = parse_ttl(body)
-    destination = await _destination(service, tenant, body, f"Copy of {source.path}")
+    source = await request.find_readable_checkpoint(require_checkpoint_path(body, "source_path"))
+    ttl_s = check_ttl(body.get("ttl_seconds"))
+    destination = await _destination(request, body, f"Copy of {source.path}")
     path = f"tinker://{destination.run_id}/{source.kind}/{source.name}"
     if await service.db(service.store.get_run, destination.run_id) is not None:
         existing = await service.db(service.store.get_checkpoint, path)
@@ -72,7 +71,7 @@ async def copy_weights(request: Request) -> Response:
     except FileNotFoundError:  # deleted meanwhile
         raise not_found("checkpoint", source.path) from None
     content = await add_copy(service, destination, copy, "copy_weights", key)
-    await write_audit(service, tenant, "checkpoint.copy", copy.path, source=source.path)
+    await request.write_audit("checkpoint.copy", copy.path, source=source.path)
     return Response(content, media_type="application/json")
 
 
@@ -126,25 +125,25 @@ def _add_rows(service: Service, destination: CopyDestination, saved: CheckpointR
     return store.remember(saved.tenant, key, content, now) if key else content
 
 
-async def _destination(service: Service, tenant: str, body: dict[str, Any], display_name: str) -> CopyDestination:
+async def _destination(request: ApiRequest, body: dict[str, Any], display_name: str) -> CopyDestination:
     """Return the session and number that the body names, or a new session in the project that it names."""
     session_id, number = body.get("session_id"), body.get("model_seq_id")
     if session_id is None:
-        return new_destination(service, tenant, display_name, body.get("destination_project_id"))
+        return new_destination(request, display_name, body.get("destination_project_id"))
     if not isinstance(session_id, str) or isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise bad_request("session_id must be text, and model_seq_id a whole number from 0.", "invalid")
-    return CopyDestination(await find_session(service, tenant, session_id), False, number)
+    return CopyDestination(await request.find_session(session_id), False, number)
 
 
-def new_destination(service: Service, tenant: str, display_name: str, project_id: object = None) -> CopyDestination:
+def new_destination(request: ApiRequest, display_name: str, project_id: object = None) -> CopyDestination:
     """Return a new session that only owns the copied run; it is finished immediately."""
     if project_id is not None and not isinstance(project_id, str):
         raise bad_request("destination_project_id must be text.", "invalid")
-    now = service.clock.wall()
+    now = request.service.clock.wall()
     finished = {"reason": {"type": "success"}, "detail": display_name}
     session = SessionRecord(
         id=str(uuid4()),
-        tenant=tenant,
+        tenant=request.tenant,
         created_at=now,
         seen_at=now,
         project_id=project_id,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
-from tinkex.server.http.requests import IN_THREAD_BYTES, read_json, service_of, tenant_of
+from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
 from tinkex.server.sampling.sample_queue import PREFIX, PolledSample
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
@@ -26,8 +25,8 @@ METADATA_OVER_BYTES = 1 << 20
 """Of a larger result, a client that supports it gets the size first, so that it can free memory."""
 
 
-async def retrieve_future(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+async def retrieve_future(request: ApiRequest) -> Response:
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     request_id = body.get("request_id")
     if not isinstance(request_id, str) or not request_id:
         raise bad_request("request_id is missing.", "no_request_id")
@@ -108,8 +107,8 @@ def _sample_result(sample: PolledSample, wants_protobuf: bool, may_be_metadata: 
     return Response(content, media_type=PROTOBUF)
 
 
-async def retrieve_futures(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+async def retrieve_futures(request: ApiRequest) -> Response:
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     target = body.get("target")
     sampler_id = target.get("sampling_session_id") if isinstance(target, dict) else None
     await service.sampling.sampler(tenant, sampler_id)
@@ -122,9 +121,9 @@ async def retrieve_futures(request: Request) -> Response:
     return json_response({"completions": completions, "cursor": cursor})
 
 
-async def cancel_future(request: Request) -> Response:
+async def cancel_future(request: ApiRequest) -> Response:
     """Cancel a sample. Accepted training is not cancelled, because later operations build on it."""
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     request_id = body.get("request_id")
     sample = service.sampling.find(tenant, request_id) if isinstance(request_id, str) else None
     if sample is not None:

@@ -7,16 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from uuid import uuid4
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo
 from tinkex.engine.frames import Frame
-from tinkex.rules.limits import check_name
+from tinkex.rules.limits import check_name, check_ttl
 from tinkex.server.http.errors import RequestRejected, bad_request
-from tinkex.server.http.lookup import parse_ttl
-from tinkex.server.http.requests import service_of, tenant_of
-from tinkex.server.routes.account import write_audit
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes.copies import add_copy, new_destination
 from tinkex.server.service import Service
 from tinkex.server.upkeep import folders
@@ -24,15 +21,15 @@ from tinkex.server.upkeep.adapter_files import AdapterUpload, receive_archive, u
 from tinkex.store.records import CheckpointRecord
 
 
-async def import_weights(request: Request) -> Response:
+async def import_weights(request: ApiRequest) -> Response:
     """`POST /api/v1/import_weights?base_model=…&name=…[&ttl_seconds=…]` with a tar of the two PEFT files as body."""
-    service, tenant, query = service_of(request), tenant_of(request), request.query_params
+    service, tenant, query = request.service, request.tenant, request.query_params
     model = service.catalog.find(query.get("base_model"))
     name = check_name(query.get("name"))
     ttl = query.get("ttl_seconds")
-    ttl_s = parse_ttl({"ttl_seconds": int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl})
+    ttl_s = check_ttl(int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl)
     data_dir = service.config.data_dir
-    destination = new_destination(service, tenant, f"Import of {name}")
+    destination = new_destination(request, f"Import of {name}")
     async with receive_archive(request, data_dir) as archive:
         staged = archive.parent / "adapter"
         adapter = await asyncio.to_thread(unpack, archive, staged)
@@ -54,7 +51,7 @@ async def import_weights(request: Request) -> Response:
         **asdict(adapter),
     )
     content = await add_copy(service, destination, saved, "import_weights", "")
-    await write_audit(service, tenant, "checkpoint.import", saved.path, size_bytes=saved.size_bytes)
+    await request.write_audit("checkpoint.import", saved.path, size_bytes=saved.size_bytes)
     return Response(content, media_type="application/json")
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.engine.contract import ModelInfo
 from tinkex.server.http import views
 from tinkex.server.http.errors import RequestRejected, json_response
-from tinkex.server.http.lookup import find_run, find_sampler, require_text
-from tinkex.server.http.requests import parse_page, read_json, service_of, tenant_of
+from tinkex.server.http.fields import require_text
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.service import Service
 from tinkex.store.records import CheckpointRecord, RunRecord
 from tinkex.store.store import Store
@@ -21,10 +20,10 @@ T = TypeVar("T")
 _PAGE = 500
 
 
-async def list_training_runs(request: Request) -> Response:
+async def list_training_runs(request: ApiRequest) -> Response:
     """Return a page of the tenant's runs. `access_scope` makes no difference: a tenant sees only its own runs."""
-    service, tenant = service_of(request), tenant_of(request)
-    offset, limit = parse_page(request, 20)
+    service, tenant = request.service, request.tenant
+    offset, limit = request.parse_page(20)
     project_id = request.query_params.get("project_id")
     now = service.clock.wall()
 
@@ -40,25 +39,22 @@ async def list_training_runs(request: Request) -> Response:
     return json_response({"training_runs": views_of_runs, "cursor": views.cursor(offset, limit, total)})
 
 
-async def get_training_run(request: Request) -> Response:
-    service = service_of(request)
-    run = await find_run(service, tenant_of(request), request.path_params["run_id"])
+async def get_training_run(request: ApiRequest) -> Response:
+    service = request.service
+    run = await request.find_run(request.path_params["run_id"])
     return json_response(await service.db(_view, service.store, run, service.clock.wall()))
 
 
-async def get_info(request: Request) -> Response:
-    service = service_of(request)
-    run = await find_run(service, tenant_of(request), require_text(await read_json(request), "model_id"), "model")
+async def get_info(request: ApiRequest) -> Response:
+    service = request.service
+    run = await request.find_run(require_text(await request.read_json(), "model_id"), "model")
     info = views.run_info(run, _served(service, run.base_model))
     # An addition of ours: a client that lost its count (a crash, another process) continues after this number.
     return json_response({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
 
 
-async def get_sampler(request: Request) -> Response:
-    service = service_of(request)
-    return json_response(
-        views.sampler(await find_sampler(service, tenant_of(request), request.path_params["sampler_id"]))
-    )
+async def get_sampler(request: ApiRequest) -> Response:
+    return json_response(views.sampler(await request.find_sampler(request.path_params["sampler_id"])))
 
 
 def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
