@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tinkex.clock import REAL, Clock
 from tinkex.engine.contract import Engine, ModelInfo
@@ -20,7 +21,6 @@ from tinkex.errors import ConfigError
 from tinkex.server.app import make_app
 from tinkex.server.http.access import AccessControl
 from tinkex.server.http.metrics import Metrics
-from tinkex.server.http.protocol import BoundedProtocol
 from tinkex.server.routes.metrics import ServiceGauges
 from tinkex.server.sampling.sample_queue import Sampling
 from tinkex.server.sampling.tokenizer_cache import Tokenizers
@@ -36,6 +36,9 @@ from tinkex.store.lock import DataLock
 from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
+
+MAX_HEAD_BYTES = 64 << 10
+"""Limit for the request line and the headers. The first read, of at most some 256 KB, is not counted."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -162,6 +165,29 @@ def address_of(config: ServeConfig, sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with a limit on the size of headers; httptools has none."""
+
+    _is_in_head = False
+    _head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._is_in_head
+        super().data_received(data)
+        if was_in_head and self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        self._is_in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: this module stops it, after the work in progress is done."""
 
@@ -169,7 +195,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=BoundedProtocol,
+                http=_BoundedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -12,6 +12,11 @@ OperationState = Literal["queued", "done", "failed", "refused"]
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
+def lora_of(source: Any) -> dict[str, Any]:
+    """Return the fields that say which LoRA layers a run, a checkpoint, a request or an upload has."""
+    return {name: getattr(source, name) for name in ("rank", "train_attn", "train_mlp", "train_unembed")}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
     id: str

@@ -12,5 +12,4 @@ Others import:
     event_stream   server-sent events
     links          signed links to files
     metrics        counters for Prometheus
-    protocol       uvicorn's HTTP protocol with a limit on headers
 """

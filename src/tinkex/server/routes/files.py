@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tinkex.server.http import links, views
 from tinkex.server.http.downloads import ARCHIVE, Download, archive_of, file_of, respond
-from tinkex.server.http.errors import RequestRejected, json_response, not_found
+from tinkex.server.http.errors import json_response, not_found
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.upkeep import folders
 from tinkex.store.records import CheckpointRecord
@@ -74,12 +74,10 @@ async def download_file(request: ApiRequest) -> Response:
 
 async def tokenizer_file(request: ApiRequest) -> Response:
     """Send a file of a tokenizer, of models that are served only. No text of a client becomes a path."""
-    service = request.service
     tokenizer, name = request.path_params["tokenizer"], request.path_params["file"]
-    try:
-        model = service.catalog.find(tokenizer)
-    except RequestRejected:
-        raise not_found("tokenizer", tokenizer) from None
+    model = request.service.catalog.get(tokenizer)
+    if model is None:
+        raise not_found("tokenizer", tokenizer)
     if name not in TOKENIZER_FILES:
         raise not_found("file", name)
     try:

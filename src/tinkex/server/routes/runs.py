@@ -7,12 +7,10 @@ from typing import TypeVar
 
 from starlette.responses import Response
 
-from tinkex.engine.contract import ModelInfo
 from tinkex.server.http import views
-from tinkex.server.http.errors import RequestRejected, json_response
+from tinkex.server.http.errors import json_response
 from tinkex.server.http.fields import require_text
 from tinkex.server.http.requests import ApiRequest
-from tinkex.server.service import Service
 from tinkex.store.records import CheckpointRecord, RunRecord
 from tinkex.store.store import Store
 
@@ -48,7 +46,7 @@ async def get_training_run(request: ApiRequest) -> Response:
 async def get_info(request: ApiRequest) -> Response:
     service = request.service
     run = await request.find_run(require_text(await request.read_json(), "model_id"), "model")
-    info = views.run_info(run, _served(service, run.base_model))
+    info = views.run_info(run, service.catalog.get(run.base_model))
     # An addition of ours: a client that lost its count (a crash, another process) continues after this number.
     return json_response({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
 
@@ -95,11 +93,3 @@ def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: floa
 
 def _view(store: Store, run: RunRecord, now: float) -> dict[str, object]:
     return views.training_run(run, checkpoints_of(store, run.tenant, run.id, now))
-
-
-def _served(service: Service, base_model: str) -> ModelInfo | None:
-    """Return the model, or None: that of an old run need not be served any more."""
-    try:
-        return service.catalog.find(base_model)
-    except RequestRejected:
-        return None

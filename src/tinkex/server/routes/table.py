@@ -15,7 +15,6 @@ from tinkex.server.routes import (
     copies,
     files,
     futures,
-    imports,
     insight,
     runs,
     sampling,
@@ -67,7 +66,7 @@ def api_routes() -> list[Route]:
             for endpoint, handler in rows
         ),
         Route("/api/v1/files/{token}/{name}", guarded("download_file", files.download_file)),
-        Route("/api/v1/import_weights", guarded("import_weights", imports.import_weights), methods=["POST"]),
+        Route("/api/v1/import_weights", guarded("import_weights", copies.import_weights), methods=["POST"]),
     ]
 
 

@@ -26,7 +26,7 @@ from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
 from tinkex.server.service import Service
 from tinkex.server.training.checks import check_data
 from tinkex.server.training.run_queue import RunQueue
-from tinkex.store.records import CheckpointRecord, RunRecord
+from tinkex.store.records import CheckpointRecord, RunRecord, lora_of
 from tinkex.types.training import AdamParams, ForwardBackwardRequest, ForwardRequest, LoraConfig
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 from tinkex.wire import proto_codec
@@ -45,8 +45,7 @@ async def create_model(request: ApiRequest) -> Response:
     if optimizer != "adamw":
         raise bad_request(f"The optimizer {str(optimizer)[:50]!r} is not offered here; adamw is.", "not_offered")
     lora = parse_as(LoraConfig, {"rank": 32, **(optional_object(body, "lora_config") or {})})
-    flags = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
-    limits.check_lora(lora.rank, **flags, model=info.name, hidden_size=info.hidden_size)
+    limits.check_lora(**lora_of(lora), model=info.name, hidden_size=info.hidden_size)
     return await _create(request, body, "create_model", {"seed": lora.seed}, info.name, lora.seed, lora)
 
 
@@ -67,12 +66,9 @@ async def _create(
         tenant=request.tenant,
         session_id=session.id,
         base_model=base,
-        rank=lora.rank,
+        **lora_of(lora),
         # Without a seed it is the run's number in its session: the same program gives the same numbers twice.
         seed=number if seed is None else seed % (1 << 63),
-        train_attn=lora.train_attn,
-        train_mlp=lora.train_mlp,
-        train_unembed=lora.train_unembed,
         created_at=now,
         last_request_at=now,
         user_metadata=parse_metadata(body) or None,

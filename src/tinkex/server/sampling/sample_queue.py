@@ -55,7 +55,6 @@ class SampleTarget:
 
     info: ModelInfo
     weights: str | None = None
-    model_path: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +179,7 @@ class Sampling:
             raise not_found("checkpoint", model_path)
         if saved.kind != "sampler_weights":
             raise bad_request(f"{model_path[:200]} was not saved for sampling.", "bad_path")
-        return SampleTarget(self._catalog.find(saved.base_model), str(self._data_dir / saved.folder), model_path)
+        return SampleTarget(self._catalog.find(saved.base_model), str(self._data_dir / saved.folder))
 
     async def sampler(self, tenant: str, sampler_id: object) -> tuple[SamplerRecord, SampleTarget]:
         """Return a sampling session of this tenant, and what it samples from."""

@@ -83,9 +83,6 @@ class ModelTokenizer:
             known = self._bytes[id] = self._bytes_of(id)
         return known
 
-    def token_text(self, id: int) -> str:
-        return self.token_bytes(id).decode("utf-8", "replace")
-
     def _bytes_of(self, id: int) -> bytes:
         if id in self._special:
             return self._special[id].encode()

@@ -24,7 +24,7 @@ from tinkex.server.training.worker import Worker
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
 from tinkex.store.errors import Duplicate
-from tinkex.store.records import OperationRecord, RunRecord
+from tinkex.store.records import OperationRecord, RunRecord, lora_of
 from tinkex.store.store import Store
 
 KEPT_COMMAND_BYTES = 1 << 20
@@ -49,7 +49,9 @@ class Intake:
 
     async def create(self, run: RunRecord, kind: str, options: dict[str, Any]) -> str:
         """Create a run; a repeated request returns the same one."""
-        creation = self._row(run, 0, kind, digest_of(kind, b"", {**options, **_identity(run)}), options=options)
+        # Not the seed: the service chooses one if the client sends none.
+        digest = digest_of(kind, b"", {**options, "base_model": run.base_model, **lora_of(run)})
+        creation = self._row(run, 0, kind, digest, options=options)
         if (arriving := self._arriving.get((run.id, 0))) is not None:
             return await asyncio.shield(arriving)
         with self._arrival(creation) as arriving:
@@ -195,9 +197,3 @@ def digest_of(kind: str, command: bytes, options: dict[str, Any]) -> str:
     digest = hashlib.blake2b(command, digest_size=16)
     digest.update(orjson.dumps([kind, options], option=orjson.OPT_SORT_KEYS))
     return digest.hexdigest()
-
-
-def _identity(run: RunRecord) -> dict[str, Any]:
-    """Return what a repeated creation must repeat. Not the seed: the service chooses one if the client sends none."""
-    names = ("base_model", "rank", "train_attn", "train_mlp", "train_unembed")
-    return {name: getattr(run, name) for name in names}

@@ -17,7 +17,7 @@ from tinkex.server.training.run_queue import PendingOperation, RunQueue
 from tinkex.server.training.waiters import OperationResult
 from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.store.records import CheckpointKind, CheckpointRecord, SamplerRecord
+from tinkex.store.records import CheckpointKind, CheckpointRecord, SamplerRecord, lora_of
 from tinkex.store.store import Store
 from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import proto_codec
@@ -107,10 +107,7 @@ class OperationRunner:
             name=str(name),
             folder=folder,
             base_model=run.base_model,
-            rank=run.rank,
-            train_attn=run.train_attn,
-            train_mlp=run.train_mlp,
-            train_unembed=run.train_unembed,
+            **lora_of(run),
             created_at=now,
             size_bytes=reply.head["size_bytes"],
             files=reply.head["files"],

@@ -15,7 +15,7 @@ from tinkex.engine.contract import Engine
 from tinkex.engine.frames import Frame
 from tinkex.server.training.run_queue import RunQueue
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.store.records import RunRecord
+from tinkex.store.records import RunRecord, lora_of
 from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
@@ -65,18 +65,8 @@ class Residency:
         if run.snapshot is not None:
             folder = str(self._data_dir / run.snapshot)
             return Frame({"op": "restore", "adapter": run.id, "folder": folder, "base": run.base_model})
-        return Frame(
-            {
-                "op": "create",
-                "adapter": run.id,
-                "base": run.base_model,
-                "rank": run.rank,
-                "seed": run.seed,
-                "train_attn": run.train_attn,
-                "train_mlp": run.train_mlp,
-                "train_unembed": run.train_unembed,
-            }
-        )
+        create = {"op": "create", "adapter": run.id, "base": run.base_model, "seed": run.seed}
+        return Frame({**create, **lora_of(run)})
 
     def lose(self) -> None:
         """Note that the engine died: no adapter is there any more, even before its successor has started."""

@@ -20,9 +20,12 @@ class Catalog:
         """Every name that works, aliases included."""
         return list(self._by_name)
 
+    def get(self, name: object) -> ModelInfo | None:
+        return self._by_name.get(name) if isinstance(name, str) else None
+
     def find(self, name: object) -> ModelInfo:
         """Return the model of this name or alias. Raises 400 if it is not served."""
-        model = self._by_name.get(name) if isinstance(name, str) else None
+        model = self.get(name)
         if model is None:
             raise RequestRejected(
                 400,
