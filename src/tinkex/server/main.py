@@ -158,7 +158,6 @@ async def _run(
 
 
 def address_of(config: ServeConfig, sock: socket.socket) -> str:
-    """Return the URL for clients."""
     if config.public_url:
         return config.public_url
     host, port = sock.getsockname()[:2]

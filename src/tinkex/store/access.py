@@ -46,7 +46,6 @@ class AccessStore(Database):
             return as_record(KeyRecord, connection.execute(revoked).one())
 
     def has_keys(self) -> bool:
-        """Return whether there is any key that was not revoked."""
         with self._read() as connection:
             return bool(connection.scalar(select(exists().where(keys.c.revoked_at.is_(None)))))
 
@@ -69,7 +68,6 @@ class AccessStore(Database):
             return bytes(connection.execute(_remembered(tenant, key)).scalar_one())
 
     def recall(self, tenant: str, key: str) -> bytes | None:
-        """Return the response that was stored under an idempotency key."""
         with self._read() as connection:
             response = connection.scalar(_remembered(tenant, key))
         return None if response is None else bytes(response)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -83,21 +83,21 @@ class Database:
             raise
 
     def _first(self, kind: type[R], query: Executable, values: Mapping[str, Any] | None = None) -> R | None:
-        """Return the first record of a query."""
         with self._read() as connection:
             row = connection.execute(query, values).first()
         return None if row is None else as_record(kind, row)
 
     def _all(self, kind: type[R], query: Select[Any]) -> list[R]:
         with self._read() as connection:
-            return as_records(kind, connection.execute(query).all())
+            return [as_record(kind, row) for row in connection.execute(query)]
 
     def _page(self, kind: type[R], query: Select[Any], offset: int, limit: int) -> tuple[list[R], int]:
         """Return a page of a query's records, and how many there are in all."""
         with self._read() as connection:
-            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
+            page = query.offset(bounded(offset)).limit(bounded(limit))
+            records = [as_record(kind, row) for row in connection.execute(page)]
             total = connection.scalar(query.order_by(None).with_only_columns(func.count(), maintain_column_froms=True))
-        return as_records(kind, rows), int(total or 0)
+        return records, int(total or 0)
 
     def _run_write(self, statement: Executable, values: Mapping[str, Any] | None = None) -> None:
         """Run one statement that writes, in its own transaction."""
@@ -120,16 +120,11 @@ def sqlite_connection(connection: Connection) -> sqlite3.Connection:
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """Return a record as the values of its row."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def as_record(kind: type[R], row: Row[Any]) -> R:
     return kind(**row._mapping)
-
-
-def as_records(kind: type[R], rows: Sequence[Row[Any]]) -> list[R]:
-    return [kind(**row._mapping) for row in rows]
 
 
 def bounded(number: int) -> int:

@@ -8,15 +8,13 @@ from sqlalchemy import Connection, bindparam, delete, func, insert, select, upda
 
 from tinkex.errors import ValidationError
 from tinkex.store.checkpoints import put_checkpoint
-from tinkex.store.database import Database, as_record, as_records, bounded, values_of
+from tinkex.store.database import MAX_INTEGER, Database, as_record, bounded, values_of
 from tinkex.store.errors import Duplicate, translated
 from tinkex.store.payloads import StoredPayload
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord
-from tinkex.store.tables import operations, payloads, remembered_responses, runs, samplers
+from tinkex.store.tables import operations, payloads, remembered_responses, runs, samplers, sessions
 
 PayloadPart = Literal["command", "result"]
-_BATCH = 500
-"""How many ids one statement holds; databases limit the number of parameters."""
 
 # Built once: these run for every operation, and building a statement costs as much as running it.
 _ADD_PAYLOAD = insert(payloads)
@@ -41,7 +39,6 @@ _HAS_FAILED = operations.c.state.in_(
 
 class Journal(Database):
     def add_run(self, run: RunRecord, creation: OperationRecord, command: bytes) -> None:
-        """Add a run together with the operation that creates it."""
         with self._write_with_payload(command) as (connection, payload):
             if not connection.execute(self._insert_new(runs), values_of(run)).rowcount:
                 raise Duplicate(_existing_operation(connection, creation))
@@ -51,9 +48,17 @@ class Journal(Database):
     def get_run(self, run_id: str) -> RunRecord | None:
         return self._first(RunRecord, select(runs).where(runs.c.id == run_id))
 
-    def list_runs(self, tenant: str, offset: int, limit: int) -> tuple[list[RunRecord], int]:
-        """Return a page of a tenant's runs, newest first, and how many there are in all."""
+    def list_runs(
+        self, tenant: str, offset: int, limit: int, project_id: str | None = None
+    ) -> tuple[list[RunRecord], int]:
+        """Return a page of a tenant's runs, newest first, and how many there are in all.
+
+        With `project_id`, only those whose session was assigned to that project.
+        """
         query = select(runs).where(runs.c.tenant == tenant).order_by(runs.c.created_at.desc(), runs.c.id.desc())
+        if project_id is not None:
+            of_project = select(sessions.c.id).where(sessions.c.project_id == project_id)
+            query = query.where(runs.c.session_id.in_(of_project))
         return self._page(RunRecord, query, offset, limit)
 
     def runs_of_session(self, session_id: str) -> list[str]:
@@ -104,16 +109,11 @@ class Journal(Database):
 
     def done_since(self, run_id: str, after_seq: int, limit: int) -> list[OperationRecord]:
         """Return a run's successful operations after `after_seq`, up to the first that still waits, by number."""
-        unfinished = select(func.min(operations.c.seq_id)).where(
-            operations.c.run_id == run_id, operations.c.seq_id > after_seq, operations.c.state == "queued"
-        )
-        with self._read() as connection:
-            end = connection.scalar(unfinished)
-            query = select(operations).where(operations.c.run_id == run_id, operations.c.seq_id > after_seq)
-            if end is not None:
-                query = query.where(operations.c.seq_id < end)
-            query = query.where(operations.c.state == "done").order_by(operations.c.seq_id)
-            return as_records(OperationRecord, connection.execute(query.limit(bounded(limit))).all())
+        later = (operations.c.run_id == run_id, operations.c.seq_id > after_seq)
+        first_queued = select(func.min(operations.c.seq_id)).where(*later, operations.c.state == "queued")
+        is_before = operations.c.seq_id < func.coalesce(first_queued.scalar_subquery(), MAX_INTEGER)
+        query = select(operations).where(*later, is_before, operations.c.state == "done")
+        return self._all(OperationRecord, query.order_by(operations.c.seq_id).limit(bounded(limit)))
 
     def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[OperationRecord], int]:
         """Return a page of a tenant's operations that failed or were rejected, latest first, and how many there are."""
@@ -183,18 +183,14 @@ class Journal(Database):
 
         The rows of the operations stay.
         """
+        is_expired = (payloads.c.part == "result", payloads.c.at < before)
+        ids = select(payloads.c.request_id).where(*is_expired)
         with self._write() as connection:
-            deleted = connection.execute(
-                delete(payloads)
-                .where(payloads.c.part == "result", payloads.c.at < before)
-                .returning(payloads.c.request_id, payloads.c.file)
-            ).all()
-            for start in range(0, len(deleted), _BATCH):
-                ids = [row.request_id for row in deleted[start : start + _BATCH]]
-                connection.execute(update(operations).where(operations.c.request_id.in_(ids)).values(result_type=None))
+            connection.execute(update(operations).where(operations.c.request_id.in_(ids)).values(result_type=None))
+            files = connection.scalars(delete(payloads).where(*is_expired).returning(payloads.c.file)).all()
             connection.execute(delete(remembered_responses).where(remembered_responses.c.at < before))
-        self._payloads.remove(row.file for row in deleted)
-        return len(deleted)
+        self._payloads.remove(files)
+        return len(files)
 
     def _payload(self, request_id: str, part: PayloadPart) -> bytes | None:
         with translated():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import and_, bindparam, insert, or_, select, update
@@ -46,11 +46,12 @@ class SessionStore(Database):
         display_name: str | None = None,
         limit: int = 50,
         before: tuple[float, str] | None = None,
+        matches: Callable[[SessionRecord], bool] = lambda session: True,
     ) -> list[SessionRecord]:
         """Return matching sessions, newest first, that come after `before` (a session's created_at and id).
 
         A session matches if it has every pair of `user_metadata` and its name contains every word of `display_name`,
-        ignoring case. The session with the id `session_id` matches whatever its name.
+        ignoring case. The session with the id `session_id` matches whatever its name. `matches` is a further condition.
         """
         query = select(sessions).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
         if session_id is not None and display_name is None:
@@ -60,7 +61,7 @@ class SessionStore(Database):
             older = and_(sessions.c.created_at == at, sessions.c.id < last)
             query = query.where(or_(sessions.c.created_at < at, older))
         name_parts = (display_name or "").casefold().split()
-        matches: list[SessionRecord] = []
+        found: list[SessionRecord] = []
         # Metadata and names are compared here: the databases treat JSON and letter case differently.
         in_batches = {"yield_per": 200}
         with self._read() as connection, connection.execute(query, execution_options=in_batches) as rows:
@@ -68,11 +69,11 @@ class SessionStore(Database):
                 session = as_record(SessionRecord, row)
                 has_name = all(part in (session.display_name or "").casefold() for part in name_parts)
                 has_pairs = all(session.user_metadata.get(name) == v for name, v in (user_metadata or {}).items())
-                if has_pairs and (has_name or session.id == session_id):
-                    matches.append(session)
-                if len(matches) >= limit:
+                if has_pairs and (has_name or session.id == session_id) and matches(session):
+                    found.append(session)
+                if len(found) >= limit:
                     break
-        return matches
+        return found
 
     def add_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
         """Add a sampler unless one with its id exists, and return the one that is stored."""

@@ -34,8 +34,6 @@ _PATHS_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/files/")
 
 
 class AccessControl:
-    """Finds the tenant of a request by its API key."""
-
     def __init__(self, config: ServeConfig, store: Store, db: Db, clock: Clock) -> None:
         self._store, self._db, self._clock = store, db, clock
         # One tenant per key, with a name that survives restarts and reveals no key.

@@ -47,7 +47,6 @@ def parse_as(cls: type[V], body: dict[str, Any]) -> V:
 
 
 def optional_object(body: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return a field that is an object or absent."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
         raise bad_request(f"{name} must be an object or null, not {type(value).__name__}.", f"bad_{name}")
@@ -55,7 +54,6 @@ def optional_object(body: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def require_text(body: dict[str, Any], name: str) -> str:
-    """Return a field that must be present and be text."""
     value = body.get(name)
     if not isinstance(value, str) or not value:
         raise bad_request(f"{name} is missing: it must be text.", "invalid")

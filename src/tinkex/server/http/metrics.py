@@ -54,7 +54,6 @@ class Metrics:
             self._tenant_requests.labels(self._tenant(tenant)).inc()
 
     def operation(self, kind: str, outcome: str, queue_s: float, engine_s: float, tokens: int, base_model: str) -> None:
-        """Count a training operation that ended."""
         self._operations.labels(kind, outcome).inc()
         self._queue_s.labels(kind).observe(max(queue_s, 0.0))
         self._engine_s.labels(kind).observe(engine_s)
@@ -62,7 +61,6 @@ class Metrics:
             self._trained.labels(base_model, kind).inc(tokens)
 
     def sample(self, outcome: str, prompt_tokens: int, sampled_tokens: int, base_model: str) -> None:
-        """Count a sampling request that ended."""
         self._samples.labels(outcome).inc()
         if outcome == "done":
             self._prompted.labels(base_model).inc(prompt_tokens)
@@ -78,7 +76,6 @@ class Metrics:
         return name if name in self._tenants else OTHER_TENANTS
 
     def checkpoints(self, count: int, size_bytes: int) -> None:
-        """Set how many checkpoints there are, and their size."""
         self._checkpoints.set(count)
         self._checkpoint_bytes.set(size_bytes)
 

@@ -56,8 +56,6 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A request for a chat completion."""
-
     options: CompletionOptions
     messages: list[dict[str, Any]]
     """As chat templates expect them: content is text, a call's arguments are an object."""
@@ -116,7 +114,6 @@ def spec_of(
     *,
     is_echoed: bool = False,
 ) -> SampleSpec:
-    """Return the engine's specification for one prompt of a request."""
     if not prompt:
         raise BadField("prompt", "has no tokens. Send at least one.")
     for name, tokens in (("prompt", prompt), ("stop_token_ids", options.stop_token_ids)):

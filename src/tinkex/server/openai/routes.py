@@ -242,7 +242,6 @@ def _head(job: CompletionJob, kind: str) -> dict[str, Any]:
 
 
 async def _stream(service: Service, job: CompletionJob) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events of a streamed response."""
     head = _head(job, "text_completion" if job.style == "completion" else "chat.completion.chunk")
     no_usage = {"usage": None} if job.options.with_usage else {}
     begun: set[int] = set()

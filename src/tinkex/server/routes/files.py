@@ -47,7 +47,6 @@ async def checkpoint_archive(request: ApiRequest) -> Response:
 
 
 async def external_weights_urls(request: ApiRequest) -> Response:
-    """Return the URL of each file."""
     saved = await request.find_readable_checkpoint()
     expires_at = _expiry(request)
     urls = {name: _link(request, saved, name, expires_at) for name in sorted(saved.files)}

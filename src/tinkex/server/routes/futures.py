@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
 from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
-from tinkex.server.sampling.sample_queue import PREFIX, PolledSample
+from tinkex.server.sampling.sample_queue import PREFIX
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
 from tinkex.server.training.waiters import OperationResult
@@ -68,15 +68,14 @@ async def _stored(service: Service, row: OperationRecord) -> OperationResult:
 
 
 async def _training_result(outcome: OperationResult, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+    content = outcome.content
     if outcome.content_type == "json":
-        return Response(outcome.content, media_type="application/json")
-    if may_be_metadata and len(outcome.content) > METADATA_OVER_BYTES:
-        return _metadata(len(outcome.content))
-    if wants_protobuf:
-        return Response(outcome.content, media_type=PROTOBUF)
-    if len(outcome.content) <= IN_THREAD_BYTES:
-        return _as_json(proto_codec.decode_forward_backward_output(outcome.content))
-    output = await asyncio.to_thread(proto_codec.decode_forward_backward_output, outcome.content)
+        return Response(content, media_type="application/json")
+    if wants_protobuf or (may_be_metadata and len(content) > METADATA_OVER_BYTES):
+        return _as_protobuf(content, may_be_metadata)
+    if len(content) <= IN_THREAD_BYTES:
+        return _as_json(proto_codec.decode_forward_backward_output(content))
+    output = await asyncio.to_thread(proto_codec.decode_forward_backward_output, content)
     return await asyncio.to_thread(_as_json, output)
 
 
@@ -93,18 +92,11 @@ async def _sample(
         return _not_yet(*service.sampling.queue_of(sample))
     if sample.error is not None:
         return _failed(*sample.error)
-    return _sample_result(sample, wants_protobuf, may_be_metadata)
-
-
-def _sample_result(sample: PolledSample, wants_protobuf: bool, may_be_metadata: bool) -> Response:
     assert sample.result is not None
     response = response_of(sample.result, sample.targets_layout, sample.sequence_ids)
-    if not wants_protobuf:
-        return _as_json(response)
-    content = proto_codec.encode_sample_response(response)
-    if may_be_metadata and len(content) > METADATA_OVER_BYTES:
-        return _metadata(len(content))
-    return Response(content, media_type=PROTOBUF)
+    if wants_protobuf:
+        return _as_protobuf(proto_codec.encode_sample_response(response), may_be_metadata)
+    return _as_json(response)
 
 
 async def retrieve_futures(request: ApiRequest) -> Response:
@@ -139,8 +131,10 @@ def _failed(error: str, category: str) -> Response:
     return json_response({"error": error, "category": category})
 
 
-def _metadata(size: int) -> Response:
-    return json_response({"status": "complete_metadata", "response_payload_size": size})
+def _as_protobuf(content: bytes, may_be_metadata: bool) -> Response:
+    if may_be_metadata and len(content) > METADATA_OVER_BYTES:
+        return json_response({"status": "complete_metadata", "response_payload_size": len(content)})
+    return Response(content, media_type=PROTOBUF)
 
 
 def _as_json(value: Value) -> Response:

@@ -26,11 +26,7 @@ async def list_training_runs(request: ApiRequest) -> Response:
     now = service.clock.wall()
 
     def read() -> tuple[list[dict[str, object]], int]:
-        if project_id is None:
-            runs, total = service.store.list_runs(tenant, offset, limit)
-        else:
-            in_project = runs_in_project(service.store, tenant, project_id)
-            runs, total = in_project[offset : offset + limit], len(in_project)
+        runs, total = service.store.list_runs(tenant, offset, limit, project_id)
         return [_view(service.store, run, now) for run in runs], total
 
     views_of_runs, total = await service.db(read)
@@ -71,23 +67,8 @@ def checkpoints_of(store: Store, tenant: str, run_id: str | None, now: float) ->
     return pages(lambda offset, limit: store.list_checkpoints(tenant, run_id, offset, limit, now))
 
 
-def runs_in_project(store: Store, tenant: str, project_id: str) -> list[RunRecord]:
-    """Return the runs whose session was assigned to a project."""
-    projects: dict[str, str | None] = {}
-
-    def project(run: RunRecord) -> str | None:
-        if run.session_id not in projects:
-            session = store.get_session(run.session_id)
-            projects[run.session_id] = None if session is None else session.project_id
-        return projects[run.session_id]
-
-    return [
-        run for run in pages(lambda offset, limit: store.list_runs(tenant, offset, limit)) if project(run) == project_id
-    ]
-
-
 def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: float) -> list[CheckpointRecord]:
-    run_ids = {run.id for run in runs_in_project(store, tenant, project_id)}
+    run_ids = {run.id for run in pages(lambda offset, limit: store.list_runs(tenant, offset, limit, project_id))}
     return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in run_ids]
 
 

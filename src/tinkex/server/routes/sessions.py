@@ -37,7 +37,6 @@ MAX_TELEMETRY_BYTES = 8_000_000
 """Limit for each of two files: the current one, and the one before it."""
 _MAX_LINE_BYTES = 256_000
 _TELEMETRY_FIELDS = ("session_id", "process_uuid", "platform", "sdk_version", "events")
-_PAGE = 200
 
 
 async def create_session(request: ApiRequest) -> Response:
@@ -161,21 +160,15 @@ def _search(store: Store, tenant: str, search: SessionSearchRequest, alive_since
     before = None
     if (cursor := search.cursor) is not None:
         before = (cursor.last_created_at.timestamp(), cursor.last_session_id)
-    matches: list[SessionRecord] = []
-    while len(matches) <= search.limit:
-        page = store.search_sessions(
-            tenant,
-            session_id=search.session_id,
-            user_metadata=search.user_metadata,
-            display_name=search.display_name,
-            limit=_PAGE,
-            before=before,
-        )
-        matches += [session for session in page if _matches(session, search, alive_since)]
-        if len(page) < _PAGE:
-            break
-        before = (page[-1].created_at, page[-1].id)
-    return matches[: search.limit + 1]
+    return store.search_sessions(
+        tenant,
+        session_id=search.session_id,
+        user_metadata=search.user_metadata,
+        display_name=search.display_name,
+        limit=search.limit + 1,
+        before=before,
+        matches=lambda session: _matches(session, search, alive_since),
+    )
 
 
 def _matches(session: SessionRecord, search: SessionSearchRequest, alive_since: float) -> bool:

@@ -43,8 +43,6 @@ class Tokenizers:
 
 
 class ModelTokenizer:
-    """One model's tokenizer and chat template."""
-
     def __init__(self, name: str, folder: Path, clock: Clock = REAL) -> None:
         import tokenizers
 

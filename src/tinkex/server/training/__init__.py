@@ -9,6 +9,6 @@ Others import:
     waiters           Waiters, OperationResult: long polls and results
     run_queue         RunQueue, PendingOperation: one run's operations
     scheduler         Shares: fairness between tenants, also for samples
-    checks            check_data, check_prompt, check_name: what a request may contain
+    checks            check_data, check_text: what a request may contain
     steps             steps_of, thinned: a journal as optimizer steps
 """

@@ -78,7 +78,9 @@ class Intake:
     ) -> str:
         """Write an operation to the journal, then put it into its queue. Return the request id."""
         options = options or {}
-        number = check_seq(seq_id, queue)
+        if seq_id is not None and not is_seq(seq_id):
+            raise bad_request(f"seq_id must be a whole number from 1 on, got {str(seq_id)[:50]!r}.", "bad_seq_id")
+        number = queue.next_number() if seq_id is None else seq_id
         while seq_id is None and (queue.run.id, number) in self._arriving:
             number += 1  # two requests without numbers of their own are two operations
         cost = cost_of(kind, tokens)
@@ -177,15 +179,6 @@ class Intake:
                 "conflict",
             )
         return taken.request_id
-
-
-def check_seq(seq_id: object, queue: RunQueue) -> int:
-    """Return the operation's number; without one it goes to the end."""
-    if seq_id is None:
-        return queue.next_number()
-    if not is_seq(seq_id):
-        raise bad_request(f"seq_id must be a whole number from 1 on, got {str(seq_id)[:50]!r}.", "bad_seq_id")
-    return seq_id
 
 
 def is_seq(seq_id: object) -> TypeGuard[int]:

@@ -34,7 +34,6 @@ class Residency:
         return self._resident.get(run_id) == self._engine.state.generation
 
     def runs(self) -> list[str]:
-        """Return the runs whose adapter is in the engine now."""
         return [run_id for run_id in self._resident if self.holds(run_id)]
 
     async def ensure(self, queue: RunQueue) -> None:
@@ -83,7 +82,6 @@ class Residency:
         queue.engine_s, queue.is_changed = 0.0, False
 
     async def drop(self, run_id: str) -> None:
-        """Drop the adapter from the engine."""
         try:
             if self.holds(run_id):
                 await self._engine.run(Frame({"op": "drop", "adapter": run_id}))

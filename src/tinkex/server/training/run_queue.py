@@ -105,7 +105,6 @@ class RunQueue:
         return next((number for number in range(self.started_up_to + 1, seq_id) if number not in self.taken), None)
 
     def ahead(self, seq_id: int) -> int:
-        """Return how many operations run before this one."""
         return sum(number < seq_id for number in self.waiting) + self.is_busy
 
     def start(self, pending: PendingOperation) -> None:

@@ -28,7 +28,6 @@ class Shares:
     charged: dict[str, float] = field(default_factory=dict)
 
     def pick(self, waiting: Iterable[str]) -> str:
-        """Return the tenant that is next, of those that wait."""
         tenants = set(waiting)
         floor = min((self.charged[tenant] for tenant in tenants if tenant in self.charged), default=0.0)
         # Tenants that wait for nothing are forgotten: they start level with the others when they come back.

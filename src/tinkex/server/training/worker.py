@@ -76,7 +76,6 @@ class Worker:
         return len(self._pending)
 
     def resident(self) -> list[str]:
-        """Return the runs whose adapter is in the engine."""
         return self._residency.runs()
 
     @property

@@ -9,8 +9,6 @@ from tinkex.server.http.errors import RequestRejected
 
 
 class Catalog:
-    """Finds a model by its name or an alias."""
-
     def __init__(self, models: Sequence[ModelInfo]) -> None:
         self.models = tuple(models)
         self._by_name = {name: model for model in models for name in model.names}

@@ -47,7 +47,6 @@ class Janitor:
         self._started_at = service.clock.wall() if started_at is None else started_at
 
     async def run(self) -> None:
-        """Run until cancelled."""
         while True:
             await self.tick()
             await self._service.clock.sleep(TICK_S)
