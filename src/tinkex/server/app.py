@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.server.http.access import AccessMiddleware
 from tinkex.server.http.errors import RequestRejected, error_response, json_response
-from tinkex.server.http.handlers import guarded
+from tinkex.server.http.requests import guarded
 from tinkex.server.openai import routes as openai
 from tinkex.server.openai.errors import openai_error_response
 from tinkex.server.routes import console

@@ -8,10 +8,10 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tinkex.clock import REAL, Clock
 from tinkex.engine.contract import Engine, ModelInfo
@@ -21,14 +21,11 @@ from tinkex.errors import ConfigError
 from tinkex.server.app import make_app
 from tinkex.server.http.access import AccessControl
 from tinkex.server.http.metrics import Metrics
-from tinkex.server.http.protocol import BoundedProtocol
 from tinkex.server.routes.metrics import ServiceGauges
 from tinkex.server.sampling.sample_queue import Sampling
 from tinkex.server.sampling.tokenizer_cache import Tokenizers
 from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
-from tinkex.server.training.operation_runner import OperationRunner
-from tinkex.server.training.residency import Residency
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
 from tinkex.server.upkeep.catalog import Catalog
@@ -39,6 +36,9 @@ from tinkex.store.lock import DataLock
 from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
+
+MAX_HEAD_BYTES = 64 << 10
+"""Limit for the request line and the headers. The first read, of at most some 256 KB, is not counted."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -81,10 +81,7 @@ def listening(config: ServeConfig) -> Iterator[socket.socket]:
 def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: Engine, clock: Clock = REAL) -> Service:
     """Build the parts of a service. Nothing runs yet."""
     db, metrics, waiters, catalog = Db(), Metrics(), Waiters(), Catalog(models)
-    data_dir = Path(config.data_dir)
-    residency = Residency(store, db, engine, data_dir)
-    runner = OperationRunner(clock, store, db, engine, residency, data_dir)
-    worker = Worker(config, clock, store, db, engine, waiters, residency, runner, metrics, catalog)
+    worker = Worker(config, clock, store, db, engine, waiters, metrics, catalog)
     service = Service(
         config=config,
         clock=clock,
@@ -161,11 +158,33 @@ async def _run(
 
 
 def address_of(config: ServeConfig, sock: socket.socket) -> str:
-    """Return the URL for clients."""
     if config.public_url:
         return config.public_url
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with a limit on the size of headers; httptools has none."""
+
+    _is_in_head = False
+    _head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._is_in_head
+        super().data_received(data)
+        if was_in_head and self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        self._is_in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
 
 
 class _Server(uvicorn.Server):
@@ -175,7 +194,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=BoundedProtocol,
+                http=_BoundedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

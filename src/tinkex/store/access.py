@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Select, exists, insert, select, update
 
 from tinkex.errors import ValidationError
-from tinkex.store.database import Database, as_record, as_records, bounded, values_of
+from tinkex.store.database import Database, as_record, bounded, values_of
 from tinkex.store.records import AuditEntry, KeyRecord
 from tinkex.store.tables import audit, keys, remembered_responses
 
@@ -21,14 +21,11 @@ class AccessStore(Database):
 
     def get_key_by_hash(self, sha256: str) -> KeyRecord | None:
         """Return the key with this hash. A revoked one is returned too, with `revoked_at` set."""
-        with self._read() as connection:
-            row = connection.execute(select(keys).where(keys.c.sha256 == sha256)).first()
-        return None if row is None else as_record(KeyRecord, row)
+        return self._first(KeyRecord, select(keys).where(keys.c.sha256 == sha256))
 
     def list_keys(self) -> list[KeyRecord]:
         """Return all keys, oldest first, revoked ones included."""
-        with self._read() as connection:
-            return as_records(KeyRecord, connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id)).all())
+        return self._all(KeyRecord, select(keys).order_by(keys.c.created_at, keys.c.id))
 
     def revoke_key(self, id_or_hint: str, at: float) -> KeyRecord | None:
         """Revoke a key and return it, or None if no live key has this id or hint.
@@ -37,11 +34,10 @@ class AccessStore(Database):
         """
         is_live = keys.c.revoked_at.is_(None)
         with self._write() as connection:
-            rows = connection.execute(select(keys).where(is_live, keys.c.id == id_or_hint).with_for_update()).all()
-            if not rows:
-                rows = connection.execute(
-                    select(keys).where(is_live, keys.c.hint == id_or_hint).with_for_update()
-                ).all()
+            for column in (keys.c.id, keys.c.hint):
+                rows = connection.execute(select(keys).where(is_live, column == id_or_hint).with_for_update()).all()
+                if rows:
+                    break
             if not rows:
                 return None
             if len(rows) > 1:
@@ -50,22 +46,18 @@ class AccessStore(Database):
             return as_record(KeyRecord, connection.execute(revoked).one())
 
     def has_keys(self) -> bool:
-        """Return whether there is any key that was not revoked."""
         with self._read() as connection:
             return bool(connection.scalar(select(exists().where(keys.c.revoked_at.is_(None)))))
 
     def add_audit(self, entry: AuditEntry) -> None:
-        with self._write() as connection:
-            connection.execute(insert(audit), values_of(entry))
+        self._run_write(insert(audit), values_of(entry))
 
     def list_audit(self, tenant: str, *, limit: int, before: float | None = None) -> list[AuditEntry]:
         """Return a tenant's entries, newest first; only those earlier than `before`, if given."""
         query = select(audit).where(audit.c.tenant == tenant)
         if before is not None:
             query = query.where(audit.c.at < before)
-        with self._read() as connection:
-            rows = connection.execute(query.order_by(audit.c.at.desc(), audit.c.id.desc()).limit(bounded(limit))).all()
-        return as_records(AuditEntry, rows)
+        return self._all(AuditEntry, query.order_by(audit.c.at.desc(), audit.c.id.desc()).limit(bounded(limit)))
 
     def remember(self, tenant: str, key: str, response: bytes, at: float) -> bytes:
         """Store a response under an idempotency key unless there is one, and return the stored one."""
@@ -76,7 +68,6 @@ class AccessStore(Database):
             return bytes(connection.execute(_remembered(tenant, key)).scalar_one())
 
     def recall(self, tenant: str, key: str) -> bytes | None:
-        """Return the response that was stored under an idempotency key."""
         with self._read() as connection:
             response = connection.scalar(_remembered(tenant, key))
         return None if response is None else bytes(response)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
-from tinkex.store.database import Database, as_record, as_records, bounded, values_of
+from tinkex.store.database import Database, as_record, values_of
 from tinkex.store.records import CheckpointRecord
 from tinkex.store.tables import checkpoints, runs, samplers
 
@@ -18,15 +16,11 @@ class CheckpointStore(Database):
             return put_checkpoint(connection, checkpoint)
 
     def get_checkpoint(self, path: str) -> CheckpointRecord | None:
-        with self._read() as connection:
-            row = connection.execute(select(checkpoints).where(checkpoints.c.path == path)).first()
-        return None if row is None else as_record(CheckpointRecord, row)
+        return self._first(CheckpointRecord, select(checkpoints).where(checkpoints.c.path == path))
 
     def get_live_checkpoint(self, path: str, now: float) -> CheckpointRecord | None:
         """Return a checkpoint that has not expired. An expired one is gone at once, deleted or not."""
-        with self._read() as connection:
-            row = connection.execute(select(checkpoints).where(checkpoints.c.path == path, _is_live(now))).first()
-        return None if row is None else as_record(CheckpointRecord, row)
+        return self._first(CheckpointRecord, select(checkpoints).where(checkpoints.c.path == path, _is_live(now)))
 
     def get_readable_checkpoint(self, path: str, tenant: str, now: float) -> CheckpointRecord | None:
         """Return a live checkpoint that this tenant may read: its own, or one that its owner published."""
@@ -39,15 +33,11 @@ class CheckpointStore(Database):
         self, tenant: str, run_id: str | None, offset: int, limit: int, now: float
     ) -> tuple[list[CheckpointRecord], int]:
         """Return a page of those that have not expired, newest first, and how many there are in all."""
-        conditions = [checkpoints.c.tenant == tenant, _is_live(now)]
+        query = select(checkpoints).where(checkpoints.c.tenant == tenant, _is_live(now))
         if run_id is not None:
-            conditions.append(checkpoints.c.run_id == run_id)
+            query = query.where(checkpoints.c.run_id == run_id)
         newest_first = (checkpoints.c.created_at.desc(), checkpoints.c.path.desc())
-        query = select(checkpoints).where(*conditions).order_by(*newest_first)
-        with self._read() as connection:
-            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
-            total = connection.scalar(select(func.count()).select_from(checkpoints).where(*conditions))
-        return as_records(CheckpointRecord, rows), int(total or 0)
+        return self._page(CheckpointRecord, query.order_by(*newest_first), offset, limit)
 
     def delete_checkpoint(self, path: str, *, expired_by: float | None = None) -> CheckpointRecord | None:
         """Delete the row and return it, so that the caller can delete its folder.
@@ -59,17 +49,14 @@ class CheckpointStore(Database):
             return _delete_row(connection, path, expired_by)
 
     def set_public(self, path: str, is_public: bool) -> None:
-        self._set_checkpoint(path, is_public=is_public)
+        self._run_write(update(checkpoints).where(checkpoints.c.path == path).values(is_public=is_public))
 
     def set_expiry(self, path: str, expires_at: float | None) -> None:
-        self._set_checkpoint(path, expires_at=expires_at)
+        self._run_write(update(checkpoints).where(checkpoints.c.path == path).values(expires_at=expires_at))
 
     def expired_checkpoints(self, now: float) -> list[CheckpointRecord]:
-        with self._read() as connection:
-            rows = connection.execute(
-                select(checkpoints).where(checkpoints.c.expires_at <= now).order_by(checkpoints.c.expires_at)
-            ).all()
-        return as_records(CheckpointRecord, rows)
+        expired = select(checkpoints).where(checkpoints.c.expires_at <= now)
+        return self._all(CheckpointRecord, expired.order_by(checkpoints.c.expires_at))
 
     def all_folders(self) -> set[str]:
         """Return every folder that a checkpoint, a sampler or a snapshot refers to. All others can be deleted."""
@@ -89,10 +76,6 @@ class CheckpointStore(Database):
         with self._read() as connection:
             count, size = connection.execute(query).one()
         return int(count), int(size)
-
-    def _set_checkpoint(self, path: str, **values: Any) -> None:
-        with self._write() as connection:
-            connection.execute(update(checkpoints).where(checkpoints.c.path == path).values(**values))
 
 
 def put_checkpoint(connection: Connection, checkpoint: CheckpointRecord) -> CheckpointRecord | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, Engine, Insert, Row, Table, create_engine, event
+from sqlalchemy import Connection, Engine, Executable, Insert, Row, Select, Table, create_engine, event, func
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
@@ -82,6 +82,28 @@ class Database:
                 self._payloads.remove([payload.file])
             raise
 
+    def _first(self, kind: type[R], query: Executable, values: Mapping[str, Any] | None = None) -> R | None:
+        with self._read() as connection:
+            row = connection.execute(query, values).first()
+        return None if row is None else as_record(kind, row)
+
+    def _all(self, kind: type[R], query: Select[Any]) -> list[R]:
+        with self._read() as connection:
+            return [as_record(kind, row) for row in connection.execute(query)]
+
+    def _page(self, kind: type[R], query: Select[Any], offset: int, limit: int) -> tuple[list[R], int]:
+        """Return a page of a query's records, and how many there are in all."""
+        with self._read() as connection:
+            page = query.offset(bounded(offset)).limit(bounded(limit))
+            records = [as_record(kind, row) for row in connection.execute(page)]
+            total = connection.scalar(query.order_by(None).with_only_columns(func.count(), maintain_column_froms=True))
+        return records, int(total or 0)
+
+    def _run_write(self, statement: Executable, values: Mapping[str, Any] | None = None) -> None:
+        """Run one statement that writes, in its own transaction."""
+        with self._write() as connection:
+            connection.execute(statement, values)
+
     def _insert_new(self, table: Table) -> Insert:
         """Return an insert that does nothing if the row exists already; its rowcount tells which happened."""
         if table not in self._inserts:
@@ -98,16 +120,11 @@ def sqlite_connection(connection: Connection) -> sqlite3.Connection:
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """Return a record as the values of its row."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def as_record(kind: type[R], row: Row[Any]) -> R:
     return kind(**row._mapping)
-
-
-def as_records(kind: type[R], rows: Sequence[Row[Any]]) -> list[R]:
-    return [kind(**row._mapping) for row in rows]
 
 
 def bounded(number: int) -> int:

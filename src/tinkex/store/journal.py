@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from tinkex.errors import ValidationError
 from tinkex.store.checkpoints import put_checkpoint
-from tinkex.store.database import Database, as_record, as_records, bounded, values_of
+from tinkex.store.database import MAX_INTEGER, Database, as_record, bounded, values_of
 from tinkex.store.errors import Duplicate, translated
 from tinkex.store.payloads import StoredPayload
-from tinkex.store.records import CheckpointRecord, OperationRecord, OperationState, RunRecord, SamplerRecord
-from tinkex.store.tables import operations, payloads, remembered_responses, runs, samplers
+from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SamplerRecord
+from tinkex.store.tables import operations, payloads, remembered_responses, runs, samplers, sessions
 
 PayloadPart = Literal["command", "result"]
-_BATCH = 500
-"""How many ids one statement holds; databases limit the number of parameters."""
 
 # Built once: these run for every operation, and building a statement costs as much as running it.
 _ADD_PAYLOAD = insert(payloads)
@@ -25,19 +23,13 @@ _GET_PAYLOAD = select(payloads.c.content, payloads.c.file).where(
     payloads.c.request_id == bindparam("id"), payloads.c.part == bindparam("part_name")
 )
 _MARK_REQUEST = update(runs).where(runs.c.id == bindparam("run")).values(last_request_at=bindparam("at"))
+_ENDING = ("state", "finished_at", "result_type", "error", "category", "engine_s", "metrics")
+"""The columns that the end of an operation sets."""
 _FINISH = (
     update(operations)
     .where(operations.c.request_id == bindparam("id"), operations.c.state == "queued")
-    .values(
-        # SQLAlchemy reserves the names of the columns themselves.
-        state=bindparam("new_state"),
-        finished_at=bindparam("new_finished_at"),
-        result_type=bindparam("new_result_type"),
-        error=bindparam("new_error"),
-        category=bindparam("new_category"),
-        engine_s=bindparam("new_engine_s"),
-        metrics=bindparam("new_metrics", type_=operations.c.metrics.type),
-    )
+    # SQLAlchemy reserves the names of the columns themselves.
+    .values({name: bindparam(f"new_{name}", type_=operations.c[name].type) for name in _ENDING})
 )
 # Literal values and not parameters: otherwise SQLite does not use the partial index.
 _HAS_FAILED = operations.c.state.in_(
@@ -47,7 +39,6 @@ _HAS_FAILED = operations.c.state.in_(
 
 class Journal(Database):
     def add_run(self, run: RunRecord, creation: OperationRecord, command: bytes) -> None:
-        """Add a run together with the operation that creates it."""
         with self._write_with_payload(command) as (connection, payload):
             if not connection.execute(self._insert_new(runs), values_of(run)).rowcount:
                 raise Duplicate(_existing_operation(connection, creation))
@@ -55,17 +46,20 @@ class Journal(Database):
         self._payloads.remove(replaced_files)
 
     def get_run(self, run_id: str) -> RunRecord | None:
-        with self._read() as connection:
-            row = connection.execute(select(runs).where(runs.c.id == run_id)).first()
-        return None if row is None else as_record(RunRecord, row)
+        return self._first(RunRecord, select(runs).where(runs.c.id == run_id))
 
-    def list_runs(self, tenant: str, offset: int, limit: int) -> tuple[list[RunRecord], int]:
-        """Return a page of a tenant's runs, newest first, and how many there are in all."""
+    def list_runs(
+        self, tenant: str, offset: int, limit: int, project_id: str | None = None
+    ) -> tuple[list[RunRecord], int]:
+        """Return a page of a tenant's runs, newest first, and how many there are in all.
+
+        With `project_id`, only those whose session was assigned to that project.
+        """
         query = select(runs).where(runs.c.tenant == tenant).order_by(runs.c.created_at.desc(), runs.c.id.desc())
-        with self._read() as connection:
-            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
-            total = connection.scalar(select(func.count()).select_from(runs).where(runs.c.tenant == tenant))
-        return as_records(RunRecord, rows), int(total or 0)
+        if project_id is not None:
+            of_project = select(sessions.c.id).where(sessions.c.project_id == project_id)
+            query = query.where(runs.c.session_id.in_(of_project))
+        return self._page(RunRecord, query, offset, limit)
 
     def runs_of_session(self, session_id: str) -> list[str]:
         """Return the ids of a session's runs, oldest first."""
@@ -74,8 +68,7 @@ class Journal(Database):
             return list(connection.scalars(query))
 
     def set_unloaded(self, run_id: str) -> None:
-        with self._write() as connection:
-            connection.execute(update(runs).where(runs.c.id == run_id).values(is_unloaded=True))
+        self._run_write(update(runs).where(runs.c.id == run_id).values(is_unloaded=True))
 
     def set_snapshot(self, run_id: str, folder: str, seq_id: int) -> str | None:
         """Record that `folder` is a snapshot of the run after operation `seq_id`, and delete the commands up to it.
@@ -107,52 +100,31 @@ class Journal(Database):
         self._payloads.remove(replaced_files)
 
     def get_operation(self, request_id: str) -> OperationRecord | None:
-        with self._read() as connection:
-            row = connection.execute(_GET_OPERATION, {"id": request_id}).first()
-        return None if row is None else as_record(OperationRecord, row)
+        return self._first(OperationRecord, _GET_OPERATION, {"id": request_id})
 
     def operations_of(self, run_id: str, after_seq: int = -1) -> list[OperationRecord]:
         """Return a run's operations after `after_seq`, by sequence number."""
-        with self._read() as connection:
-            rows = connection.execute(
-                select(operations)
-                .where(operations.c.run_id == run_id, operations.c.seq_id > after_seq)
-                .order_by(operations.c.seq_id)
-            ).all()
-        return as_records(OperationRecord, rows)
+        query = select(operations).where(operations.c.run_id == run_id, operations.c.seq_id > after_seq)
+        return self._all(OperationRecord, query.order_by(operations.c.seq_id))
 
     def done_since(self, run_id: str, after_seq: int, limit: int) -> list[OperationRecord]:
         """Return a run's successful operations after `after_seq`, up to the first that still waits, by number."""
-        unfinished = select(func.min(operations.c.seq_id)).where(
-            operations.c.run_id == run_id, operations.c.seq_id > after_seq, operations.c.state == "queued"
-        )
-        with self._read() as connection:
-            end = connection.scalar(unfinished)
-            query = select(operations).where(operations.c.run_id == run_id, operations.c.seq_id > after_seq)
-            if end is not None:
-                query = query.where(operations.c.seq_id < end)
-            query = query.where(operations.c.state == "done").order_by(operations.c.seq_id)
-            return as_records(OperationRecord, connection.execute(query.limit(bounded(limit))).all())
+        later = (operations.c.run_id == run_id, operations.c.seq_id > after_seq)
+        first_queued = select(func.min(operations.c.seq_id)).where(*later, operations.c.state == "queued")
+        is_before = operations.c.seq_id < func.coalesce(first_queued.scalar_subquery(), MAX_INTEGER)
+        query = select(operations).where(*later, is_before, operations.c.state == "done")
+        return self._all(OperationRecord, query.order_by(operations.c.seq_id).limit(bounded(limit)))
 
     def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[OperationRecord], int]:
         """Return a page of a tenant's operations that failed or were rejected, latest first, and how many there are."""
-        conditions = (operations.c.tenant == tenant, _HAS_FAILED)
         newest_first = (operations.c.finished_at.desc(), operations.c.seq_id.desc())
-        query = select(operations).where(*conditions).order_by(*newest_first)
-        with self._read() as connection:
-            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
-            total = connection.scalar(select(func.count()).select_from(operations).where(*conditions))
-        return as_records(OperationRecord, rows), int(total or 0)
+        query = select(operations).where(operations.c.tenant == tenant, _HAS_FAILED).order_by(*newest_first)
+        return self._page(OperationRecord, query, offset, limit)
 
     def queued(self) -> list[OperationRecord]:
         """Return every operation that waits, by run and sequence number."""
-        with self._read() as connection:
-            rows = connection.execute(
-                select(operations)
-                .where(operations.c.state == "queued")
-                .order_by(operations.c.run_id, operations.c.seq_id)
-            ).all()
-        return as_records(OperationRecord, rows)
+        query = select(operations).where(operations.c.state == "queued")
+        return self._all(OperationRecord, query.order_by(operations.c.run_id, operations.c.seq_id))
 
     def last_seq(self, run_id: str) -> int:
         """Return the highest sequence number in any state, or -1 if the run has none."""
@@ -211,18 +183,14 @@ class Journal(Database):
 
         The rows of the operations stay.
         """
+        is_expired = (payloads.c.part == "result", payloads.c.at < before)
+        ids = select(payloads.c.request_id).where(*is_expired)
         with self._write() as connection:
-            deleted = connection.execute(
-                delete(payloads)
-                .where(payloads.c.part == "result", payloads.c.at < before)
-                .returning(payloads.c.request_id, payloads.c.file)
-            ).all()
-            for start in range(0, len(deleted), _BATCH):
-                ids = [row.request_id for row in deleted[start : start + _BATCH]]
-                connection.execute(update(operations).where(operations.c.request_id.in_(ids)).values(result_type=None))
+            connection.execute(update(operations).where(operations.c.request_id.in_(ids)).values(result_type=None))
+            files = connection.scalars(delete(payloads).where(*is_expired).returning(payloads.c.file)).all()
             connection.execute(delete(remembered_responses).where(remembered_responses.c.at < before))
-        self._payloads.remove(row.file for row in deleted)
-        return len(deleted)
+        self._payloads.remove(files)
+        return len(files)
 
     def _payload(self, request_id: str, part: PayloadPart) -> bytes | None:
         with translated():
@@ -245,29 +213,10 @@ class Journal(Database):
         return replaced_files
 
 
-def _end_operation(
-    connection: Connection,
-    request_id: str,
-    *,
-    state: OperationState,
-    finished_at: float,
-    result_type: str | None = None,
-    error: str | None = None,
-    category: str | None = None,
-    engine_s: float | None = None,
-    metrics: dict[str, float] | None = None,
-) -> None:
-    """Write how an operation ended. Raises KeyError if it does not wait."""
-    columns = {
-        "new_state": state,
-        "new_finished_at": finished_at,
-        "new_result_type": result_type,
-        "new_error": error,
-        "new_category": category,
-        "new_engine_s": engine_s,
-        "new_metrics": metrics,
-    }
-    if not connection.execute(_FINISH, {"id": request_id, **columns}).rowcount:
+def _end_operation(connection: Connection, request_id: str, **ending: Any) -> None:
+    """Write how an operation ended: the columns of `_ENDING`, NULL if absent. Raises KeyError if it does not wait."""
+    values = {f"new_{name}": ending.get(name) for name in _ENDING}
+    if not connection.execute(_FINISH, {"id": request_id, **values}).rowcount:
         raise KeyError(f"{request_id} is not queued")
 
 

@@ -1,10 +1,10 @@
 """Upgrades the database of an older release when it is opened.
 
-A migration only adds: tables, columns that may be empty or have a default, indexes. Every change of `tables.py` is a
-new migration; its number is the version of the database once it has run. A migration needs `tables.py` and nothing
-else: what is missing is derived from it. That is why there is no migration library (Alembic) here: its revisions would
-repeat `tables.py`, and it would be one more dependency of the server. A change that is more than an addition would be a
-reason to think again.
+A migration only adds: tables, columns that may be empty or have a default, indexes. Every change of `tables.py` or
+`records.py` is a new migration; its number is the version of the database once it has run. A migration needs
+`tables.py` and nothing else: what is missing is derived from it. That is why there is no migration library (Alembic)
+here: its revisions would repeat `tables.py`, and it would be one more dependency of the server. A change that is more
+than an addition would be a reason to think again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of the database as frozen dataclasses.
+"""The rows of the database as frozen dataclasses; `tables.py` makes a column of each field.
 
 Times are seconds since 1970; folders are relative to the data folder.
 """
@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 OperationState = Literal["queued", "done", "failed", "refused"]
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
+def lora_of(source: Any) -> dict[str, Any]:
+    """Return the fields that say which LoRA layers a run, a checkpoint, a request or an upload has."""
+    return {name: getattr(source, name) for name in ("rank", "train_attn", "train_mlp", "train_unembed")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +77,10 @@ class OperationRecord:
     """What the server needs besides the engine's command: names, paths, times to live."""
     engine_s: float | None = None
     """Seconds from handing it to the engine until the reply, including work of other runs in between."""
-    metrics: dict[str, float] | None = None
-    """The metrics of the result. They stay when the result expires."""
     tokens: int = 0
     """Input tokens of a pass: those that a page or a report shows."""
+    metrics: dict[str, float] | None = None
+    """The metrics of the result. They stay when the result expires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import and_, bindparam, insert, or_, select, update
 
-from tinkex.store.database import Database, as_record, as_records, bounded, values_of
+from tinkex.store.database import Database, as_record, bounded, values_of
 from tinkex.store.records import SamplerRecord, SessionRecord
 from tinkex.store.tables import samplers, sessions
 
@@ -17,31 +17,25 @@ _TOUCH = update(sessions).where(sessions.c.id == bindparam("session_id")).values
 
 class SessionStore(Database):
     def add_session(self, session: SessionRecord) -> None:
-        with self._write() as connection:
-            # Whole microseconds, as in a date on the wire: the cursor of a page must match its row again.
-            connection.execute(insert(sessions), {**values_of(session), "created_at": round(session.created_at, 6)})
+        # Whole microseconds, as in a date on the wire: the cursor of a page must match its row again.
+        self._run_write(insert(sessions), {**values_of(session), "created_at": round(session.created_at, 6)})
 
     def get_session(self, session_id: str) -> SessionRecord | None:
-        with self._read() as connection:
-            row = connection.execute(select(sessions).where(sessions.c.id == session_id)).first()
-        return None if row is None else as_record(SessionRecord, row)
+        return self._first(SessionRecord, select(sessions).where(sessions.c.id == session_id))
 
     def touch_session(self, session_id: str, at: float) -> None:
-        with self._write() as connection:
-            connection.execute(_TOUCH, {"session_id": session_id, "at": at})
+        self._run_write(_TOUCH, {"session_id": session_id, "at": at})
 
     def finish_session(self, session_id: str, finished: dict[str, Any]) -> None:
-        self._set_session(session_id, finished=finished)
+        self._run_write(update(sessions).where(sessions.c.id == session_id).values(finished=finished))
 
     def set_session_project(self, session_id: str, project_id: str | None) -> None:
-        self._set_session(session_id, project_id=project_id)
+        self._run_write(update(sessions).where(sessions.c.id == session_id).values(project_id=project_id))
 
     def list_sessions(self, tenant: str, offset: int, limit: int) -> list[SessionRecord]:
         """Return a page of a tenant's sessions, newest first."""
         query = select(sessions).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
-        with self._read() as connection:
-            rows = connection.execute(query.offset(bounded(offset)).limit(bounded(limit))).all()
-        return as_records(SessionRecord, rows)
+        return self._all(SessionRecord, query.offset(bounded(offset)).limit(bounded(limit)))
 
     def search_sessions(
         self,
@@ -50,26 +44,24 @@ class SessionStore(Database):
         session_id: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         display_name: str | None = None,
-        project_ids: Sequence[str] | None = None,
         limit: int = 50,
         before: tuple[float, str] | None = None,
+        matches: Callable[[SessionRecord], bool] = lambda session: True,
     ) -> list[SessionRecord]:
         """Return matching sessions, newest first, that come after `before` (a session's created_at and id).
 
         A session matches if it has every pair of `user_metadata` and its name contains every word of `display_name`,
-        ignoring case. The session with the id `session_id` matches whatever its name.
+        ignoring case. The session with the id `session_id` matches whatever its name. `matches` is a further condition.
         """
         query = select(sessions).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
         if session_id is not None and display_name is None:
             query = query.where(sessions.c.id == session_id)
-        if project_ids is not None:
-            query = query.where(sessions.c.project_id.in_(project_ids))
         if before is not None:
             at, last = round(before[0], 6), before[1]
             older = and_(sessions.c.created_at == at, sessions.c.id < last)
             query = query.where(or_(sessions.c.created_at < at, older))
         name_parts = (display_name or "").casefold().split()
-        matches: list[SessionRecord] = []
+        found: list[SessionRecord] = []
         # Metadata and names are compared here: the databases treat JSON and letter case differently.
         in_batches = {"yield_per": 200}
         with self._read() as connection, connection.execute(query, execution_options=in_batches) as rows:
@@ -77,15 +69,11 @@ class SessionStore(Database):
                 session = as_record(SessionRecord, row)
                 has_name = all(part in (session.display_name or "").casefold() for part in name_parts)
                 has_pairs = all(session.user_metadata.get(name) == v for name, v in (user_metadata or {}).items())
-                if has_pairs and (has_name or session.id == session_id):
-                    matches.append(session)
-                if len(matches) >= limit:
+                if has_pairs and (has_name or session.id == session_id) and matches(session):
+                    found.append(session)
+                if len(found) >= limit:
                     break
-        return matches
-
-    def _set_session(self, session_id: str, **values: Any) -> None:
-        with self._write() as connection:
-            connection.execute(update(sessions).where(sessions.c.id == session_id).values(**values))
+        return found
 
     def add_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
         """Add a sampler unless one with its id exists, and return the one that is stored."""
@@ -97,30 +85,20 @@ class SessionStore(Database):
             )
 
     def get_sampler(self, sampler_id: str) -> SamplerRecord | None:
-        with self._read() as connection:
-            row = connection.execute(select(samplers).where(samplers.c.id == sampler_id)).first()
-        return None if row is None else as_record(SamplerRecord, row)
+        return self._first(SamplerRecord, select(samplers).where(samplers.c.id == sampler_id))
 
     def samplers_of_session(self, session_id: str) -> list[SamplerRecord]:
         """Return a session's samplers, oldest first."""
-        with self._read() as connection:
-            rows = connection.execute(
-                select(samplers)
-                .where(samplers.c.session_id == session_id)
-                .order_by(samplers.c.created_at, samplers.c.id)
-            ).all()
-        return as_records(SamplerRecord, rows)
+        query = select(samplers).where(samplers.c.session_id == session_id)
+        return self._all(SamplerRecord, query.order_by(samplers.c.created_at, samplers.c.id))
 
     def samplers_with_files(self) -> list[SamplerRecord]:
         """Return the samplers that have their own folder, oldest first.
 
         These are ephemeral samplers, and samplers whose checkpoint was replaced.
         """
-        with self._read() as connection:
-            rows = connection.execute(
-                select(samplers).where(samplers.c.folder.is_not(None)).order_by(samplers.c.created_at, samplers.c.id)
-            ).all()
-        return as_records(SamplerRecord, rows)
+        query = select(samplers).where(samplers.c.folder.is_not(None))
+        return self._all(SamplerRecord, query.order_by(samplers.c.created_at, samplers.c.id))
 
     def join_sampler(self, sampler_id: str) -> int:
         """Count a client that joins, and return its number; the creator has 0. Raises KeyError if unknown."""
@@ -137,5 +115,4 @@ class SessionStore(Database):
         return int(number)
 
     def delete_sampler(self, sampler_id: str) -> None:
-        with self._write() as connection:
-            connection.execute(samplers.delete().where(samplers.c.id == sampler_id))
+        self._run_write(samplers.delete().where(samplers.c.id == sampler_id))

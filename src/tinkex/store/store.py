@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sqlite3
 from pathlib import Path
-from types import TracebackType
 
 from sqlalchemy import select
 from sqlalchemy.exc import DatabaseError
@@ -14,19 +13,15 @@ from tinkex.errors import ConfigError
 from tinkex.store.access import AccessStore
 from tinkex.store.checkpoints import CheckpointStore
 from tinkex.store.database import Durability, connect, sqlite_connection
-from tinkex.store.errors import DiskFull, Duplicate, Unavailable
+from tinkex.store.errors import Unavailable
 from tinkex.store.journal import Journal
 from tinkex.store.migrations import migrate
 from tinkex.store.payloads import Payloads
 from tinkex.store.sessions import SessionStore
 from tinkex.store.tables import payloads
 
-__all__ = ["DiskFull", "Duplicate", "Store", "Unavailable"]
-
 
 class Store(SessionStore, Journal, CheckpointStore, AccessStore):
-    """Rows in SQLite or PostgreSQL, large payloads in files beside them."""
-
     @classmethod
     def open(cls, url: str, data_dir: Path, *, durability: Durability = "normal") -> Store:
         """Connect, and upgrade the database to this release.
@@ -50,9 +45,7 @@ class Store(SessionStore, Journal, CheckpointStore, AccessStore):
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def sweep(self) -> int:

@@ -1,14 +1,17 @@
-"""The tables. Columns are named after the fields of the records; columns without a field are commented."""
+"""The tables. A table of records has a column for each field of the record; the other tables are written out."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import orjson
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
     Dialect,
     Double,
     Index,
@@ -19,6 +22,16 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+)
+
+from tinkex.store.records import (
+    AuditEntry,
+    CheckpointRecord,
+    KeyRecord,
+    OperationRecord,
+    RunRecord,
+    SamplerRecord,
+    SessionRecord,
 )
 
 metadata = MetaData()
@@ -63,87 +76,55 @@ class WideInteger(TypeDecorator[int]):
         return None if value is None else int(value)
 
 
+_COLUMN_TYPES = {
+    str: SafeText,
+    int: BigInteger,
+    float: Double,
+    bool: Boolean,
+    Literal: SafeText,
+    dict: Json,
+    list: Json,
+}
+
+
+def _table(
+    name: str, record: type, *constraints: UniqueConstraint, key: str = "id", **options: dict[str, Any]
+) -> Table:
+    """Return the table of a record. A field that may be None is a column that may be NULL; `options` are of columns."""
+    hints = get_type_hints(record)
+    columns = []
+    for field in fields(record):
+        hint = hints[field.name]
+        is_optional = NoneType in get_args(hint)
+        kind = get_args(hint)[0] if is_optional else hint
+        given = {"type_": _COLUMN_TYPES[get_origin(kind) or kind], **options.get(field.name, {})}
+        columns.append(Column(field.name, primary_key=field.name == key, nullable=is_optional, **given))
+    return Table(name, metadata, *columns, *constraints)
+
+
+def _partial_index(name: str, *columns: ColumnElement[Any], where: ColumnElement[bool]) -> None:
+    Index(name, *columns, sqlite_where=where, postgresql_where=where)
+
+
 schema_version = Table("schema_version", metadata, Column("version", BigInteger, nullable=False))
 
-sessions = Table(
-    "sessions",
-    metadata,
-    Column("id", SafeText, primary_key=True),
-    Column("tenant", SafeText, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("seen_at", Double, nullable=False),
-    Column("tags", Json, nullable=False),
-    Column("user_metadata", Json, nullable=False),
-    Column("sdk_version", SafeText, nullable=False),
-    Column("project_id", SafeText),
-    Column("display_name", SafeText),
-    Column("finished", Json),
-)
+sessions = _table("sessions", SessionRecord)
 Index("sessions_by_tenant", sessions.c.tenant, sessions.c.created_at, sessions.c.id)
-Index(
-    "sessions_unfinished",
-    sessions.c.seen_at,
-    sqlite_where=sessions.c.finished.is_(None),
-    postgresql_where=sessions.c.finished.is_(None),
-)
+_partial_index("sessions_unfinished", sessions.c.seen_at, where=sessions.c.finished.is_(None))
 
-runs = Table(
-    "runs",
-    metadata,
-    Column("id", SafeText, primary_key=True),
-    Column("tenant", SafeText, nullable=False),
-    Column("session_id", SafeText, nullable=False, index=True),
-    Column("base_model", SafeText, nullable=False),
-    Column("rank", BigInteger, nullable=False),
-    Column("seed", WideInteger, nullable=False),
-    Column("train_attn", Boolean, nullable=False),
-    Column("train_mlp", Boolean, nullable=False),
-    Column("train_unembed", Boolean, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("last_request_at", Double, nullable=False),
-    Column("user_metadata", Json),
-    Column("is_unloaded", Boolean, nullable=False),
-    Column("snapshot", SafeText),
-    Column("snapshot_seq", BigInteger, nullable=False),
-)
+runs = _table("runs", RunRecord, session_id={"index": True}, seed={"type_": WideInteger})
 Index("runs_by_tenant", runs.c.tenant, runs.c.created_at, runs.c.id)
 
-operations = Table(
+operations = _table(
     "operations",
-    metadata,
-    Column("request_id", SafeText, primary_key=True),
-    Column("run_id", SafeText, nullable=False),
-    Column("tenant", SafeText, nullable=False),
-    Column("seq_id", BigInteger, nullable=False),
-    Column("kind", SafeText, nullable=False),
-    Column("digest", SafeText, nullable=False),
-    Column("state", SafeText, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("finished_at", Double),
-    Column("cost_tokens", BigInteger, nullable=False),
-    Column("error", SafeText),
-    Column("category", SafeText),
-    Column("result_type", SafeText),
-    Column("options", Json, nullable=False),
-    Column("engine_s", Double),
-    Column("tokens", BigInteger, nullable=False, server_default="0"),
-    Column("metrics", Json),
+    OperationRecord,
     UniqueConstraint("run_id", "seq_id", name="operations_once"),
+    key="request_id",
+    tokens={"server_default": "0"},  # version 3 added it
 )
-Index(
-    "operations_failed",
-    operations.c.tenant,
-    operations.c.finished_at,
-    sqlite_where=operations.c.state.in_(("failed", "refused")),
-    postgresql_where=operations.c.state.in_(("failed", "refused")),
-)
-Index(
-    "operations_queued",
-    operations.c.run_id,
-    operations.c.seq_id,
-    sqlite_where=operations.c.state == "queued",
-    postgresql_where=operations.c.state == "queued",
-)
+_failed = operations.c.state.in_(("failed", "refused"))
+_partial_index("operations_failed", operations.c.tenant, operations.c.finished_at, where=_failed)
+_partial_index("operations_queued", operations.c.run_id, operations.c.seq_id, where=operations.c.state == "queued")
 
 payloads = Table(
     "payloads",
@@ -156,78 +137,17 @@ payloads = Table(
     PrimaryKeyConstraint("request_id", "part"),
 )
 """Apart from `operations`, so that lists never read bytes and finishing never rewrites them."""
-Index(
-    "payloads_results",
-    payloads.c.at,
-    sqlite_where=payloads.c.part == "result",
-    postgresql_where=payloads.c.part == "result",
-)
-Index(
-    "payloads_files",
-    payloads.c.file,
-    sqlite_where=payloads.c.file.is_not(None),
-    postgresql_where=payloads.c.file.is_not(None),
-)
+_partial_index("payloads_results", payloads.c.at, where=payloads.c.part == "result")
+_partial_index("payloads_files", payloads.c.file, where=payloads.c.file.is_not(None))
 
-samplers = Table(
-    "samplers",
-    metadata,
-    Column("id", SafeText, primary_key=True),
-    Column("tenant", SafeText, nullable=False),
-    Column("session_id", SafeText, nullable=False, index=True),
-    Column("base_model", SafeText, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("model_path", SafeText),
-    Column("folder", SafeText),
-    Column("clients", BigInteger, nullable=False),
-)
+samplers = _table("samplers", SamplerRecord, session_id={"index": True})
 
-checkpoints = Table(
-    "checkpoints",
-    metadata,
-    Column("path", SafeText, primary_key=True),
-    Column("tenant", SafeText, nullable=False),
-    Column("run_id", SafeText, nullable=False, index=True),
-    Column("kind", SafeText, nullable=False),
-    Column("name", SafeText, nullable=False),
-    Column("folder", SafeText, nullable=False),
-    Column("base_model", SafeText, nullable=False),
-    Column("rank", BigInteger, nullable=False),
-    Column("train_attn", Boolean, nullable=False),
-    Column("train_mlp", Boolean, nullable=False),
-    Column("train_unembed", Boolean, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("size_bytes", BigInteger, nullable=False),
-    Column("files", Json, nullable=False),
-    Column("has_optimizer", Boolean, nullable=False),
-    Column("expires_at", Double, index=True),
-    Column("is_public", Boolean, nullable=False),
-    Column("user_metadata", Json),
-)
+checkpoints = _table("checkpoints", CheckpointRecord, key="path", run_id={"index": True}, expires_at={"index": True})
 Index("checkpoints_by_tenant", checkpoints.c.tenant, checkpoints.c.created_at, checkpoints.c.path)
 
-keys = Table(
-    "keys",
-    metadata,
-    Column("id", SafeText, primary_key=True),
-    Column("sha256", SafeText, nullable=False, unique=True),
-    Column("tenant", SafeText, nullable=False),
-    Column("name", SafeText, nullable=False),
-    Column("hint", SafeText, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("revoked_at", Double),
-)
+keys = _table("keys", KeyRecord, sha256={"unique": True})
 
-audit = Table(
-    "audit",
-    metadata,
-    Column("id", SafeText, primary_key=True),
-    Column("at", Double, nullable=False),
-    Column("tenant", SafeText, nullable=False),
-    Column("action", SafeText, nullable=False),
-    Column("target", SafeText, nullable=False),
-    Column("detail", Json, nullable=False),
-)
+audit = _table("audit", AuditEntry)
 Index("audit_by_tenant", audit.c.tenant, audit.c.at, audit.c.id)
 
 remembered_responses = Table(

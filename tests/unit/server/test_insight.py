@@ -11,13 +11,13 @@ import orjson
 import pytest
 from sqlalchemy import select
 from sqlalchemy.dialects import sqlite
-from starlette.requests import Request
 
 from tests.unit.server.fake_engine import FakeEngine
 from tests.unit.server.test_worker import backward, done, new_run, running, scenario, step
 from tinkex.engine.frames import Frame
 from tinkex.server.app import make_app
 from tinkex.server.http.errors import RequestRejected, bad_request
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import insight
 from tinkex.server.service import Service
 from tinkex.server.training.steps import steps_of, thinned
@@ -74,7 +74,7 @@ def test_no_mean_loss_is_reported_for_gradients_sent_as_weights() -> None:
 
 async def ask(service: Service, name: str, tenant: str, query: str = "", **parts: str) -> dict[str, Any]:
     scope = {"type": "http", "method": "GET", "path": "/", "query_string": query.encode(), "headers": []}
-    request = Request({**scope, "app": make_app(service), "state": {"tenant": tenant}, "path_params": parts})
+    request = ApiRequest({**scope, "app": make_app(service), "state": {"tenant": tenant}, "path_params": parts})
     answer: dict[str, Any] = orjson.loads((await getattr(insight, name)(request)).body)
     return answer
 

@@ -112,7 +112,7 @@ def test_null_means_absent() -> None:
 
 def test_top_p_of_zero_keeps_only_the_likeliest_token() -> None:
     options = read_completion({"model": "m", "prompt": "ab", "top_p": 0}).options
-    assert (options.top_p, options.top_k) == (1.0, 1)
+    assert (options.filters["top_p"], options.filters["top_k"]) == (1.0, 1)
 
 
 def test_a_stream_waits_for_logprobs_that_come_with_the_result() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tinkex.server.training.run_queue import PendingOperation, RunQueue
+from tinkex.server.training.run_queue import PendingOperation, RunQueue, Taken
 from tinkex.store.records import OperationRecord, RunRecord
 
 RUN = RunRecord(
@@ -24,15 +24,15 @@ GAP_S = 10.0
 
 
 def pending(seq_id: int, arrived: float = 0.0) -> PendingOperation:
-    return PendingOperation(f"op-{seq_id}", RUN.id, "t", seq_id, "optim_step", arrived)
+    return PendingOperation(row(seq_id, "queued"), arrived)
 
 
 def run_all(queue: RunQueue, now: float) -> list[int]:
     ran = []
     while (head := queue.head(now, GAP_S)[0]) is not None:
-        queue.start(head, now)
-        ran.append(head.seq_id)
-        queue.done()
+        queue.start(head)
+        ran.append(head.row.seq_id)
+        queue.running = None
     return ran
 
 
@@ -42,26 +42,26 @@ def test_operations_run_by_number_whatever_their_order_of_arrival() -> None:
         random.Random(seed).shuffle(numbers)
         ran: list[int] = []
         for number in numbers:
-            queue.add(pending(number), "d")
+            queue.add(pending(number))
             ran += run_all(queue, 0.0)
         assert ran == list(range(50))
 
 
 def test_one_operation_runs_at_a_time() -> None:
     queue = RunQueue(RUN)
-    queue.add(pending(0), "a")
-    queue.add(pending(1), "b")
+    queue.add(pending(0))
+    queue.add(pending(1))
     head = queue.head(0.0, GAP_S)[0]
     assert head is not None
-    queue.start(head, 0.0)
+    queue.start(head)
     assert queue.head(0.0, GAP_S) == (None, None)
 
 
 def test_a_missing_number_is_awaited_and_then_skipped() -> None:
     queue = RunQueue(RUN)
-    queue.add(pending(0), "a")
+    queue.add(pending(0))
     run_all(queue, 0.0)
-    queue.add(pending(2, arrived=5.0), "c")
+    queue.add(pending(2, arrived=5.0))
     assert queue.missing(2) == 1
     assert queue.head(5.0, GAP_S) == (None, 15.0)
     assert run_all(queue, 15.0) == [2]
@@ -70,11 +70,11 @@ def test_a_missing_number_is_awaited_and_then_skipped() -> None:
 
 def test_a_rejected_number_is_not_awaited() -> None:
     queue = RunQueue(RUN)
-    queue.add(pending(0), "a")
+    queue.add(pending(0))
     run_all(queue, 0.0)
-    queue.reject(1, "op-1", "")
-    queue.reject(2, "op-2", "")
-    queue.add(pending(3), "d")
+    queue.taken[1] = Taken("op-1", "", is_rejected=True)
+    queue.taken[2] = Taken("op-2", "", is_rejected=True)
+    queue.add(pending(3))
     assert run_all(queue, 0.0) == [3]
 
 
@@ -102,8 +102,8 @@ def test_a_number_rejected_before_a_restart_makes_no_other_late() -> None:
     queue = RunQueue.restored(RUN, [row(0, "done"), row(3, "refused")], 0.0)
     for number in (1, 2):
         assert not queue.is_late(number)
-        queue.add(pending(number), "d")
-    queue.add(pending(4), "d")
+        queue.add(pending(number))
+    queue.add(pending(4))
     assert run_all(queue, 0.0) == [1, 2, 4]
 
 
@@ -115,9 +115,9 @@ def test_an_operation_that_was_late_before_a_restart_does_not_run_after_it() -> 
 def test_a_queue_remembers_its_last_numbers_and_its_creation() -> None:
     queue = RunQueue(RUN)
     for number in range(100):
-        queue.add(pending(number), "d")
+        queue.add(pending(number))
     run_all(queue, 0.0)
-    queue.add(pending(100), "d")
+    queue.add(pending(100))
     queue.forget(10)
     assert list(queue.taken) == [0, *range(91, 101)]
     queue.forget(0)
@@ -127,8 +127,8 @@ def test_a_queue_remembers_its_last_numbers_and_its_creation() -> None:
 def test_operations_ahead_are_counted() -> None:
     queue = RunQueue(RUN)
     for number in range(4):
-        queue.add(pending(number), "d")
+        queue.add(pending(number))
     head = queue.head(0.0, GAP_S)[0]
     assert head is not None
-    queue.start(head, 0.0)
+    queue.start(head)
     assert queue.ahead(3) == 3

@@ -155,8 +155,7 @@ def test_a_search_supports_every_filter(served: Served) -> None:
     assert served.ask("POST", "sessions/search", {"limit": 0}).status == 400
 
 
-def test_pages_of_a_search_leave_nothing_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "_PAGE", 2)
+def test_pages_of_a_search_leave_nothing_out(served: Served) -> None:
     for number in range(7):
         served.session(f"s{number}", project_id="p" if number % 2 else None)
         served.clock.advance(0.25)

@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tests.unit.server.fake_engine import FakeEngine, head_of
@@ -19,18 +18,19 @@ from tinkex.engine.contract import EngineDied
 from tinkex.engine.frames import Frame
 from tinkex.server.app import make_app
 from tinkex.server.http.errors import RequestRejected
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import futures, sampling
 from tinkex.server.service import Service
 from tinkex.store.errors import DiskFull
 from tinkex.store.records import OperationRecord
 
 
-def request(service: Service, body: dict[str, Any], tenant: str = "t") -> Request:
+def request(service: Service, body: dict[str, Any], tenant: str = "t") -> ApiRequest:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
 
     scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
-    return Request({**scope, "app": make_app(service), "state": {"tenant": tenant}}, receive)
+    return ApiRequest({**scope, "app": make_app(service), "state": {"tenant": tenant}}, receive)
 
 
 async def poll(service: Service, request_id: str, tenant: str = "t") -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tinkex.server.training.waiters import FinishedOperation, Waiters
+from tinkex.server.training.waiters import OperationResult, Waiters
 
 
 def test_every_waiter_of_a_request_is_woken_by_its_result() -> None:
@@ -13,7 +13,7 @@ def test_every_waiter_of_a_request_is_woken_by_its_result() -> None:
         polls = [asyncio.create_task(waiters.wait("a", 10)) for _ in range(3)]
         other = asyncio.create_task(waiters.wait("b", 0.05))
         await asyncio.sleep(0)
-        waiters.settle("a", FinishedOperation("t", b"{}"))
+        waiters.settle("a", OperationResult(tenant="t", content=b"{}"))
         assert [outcome and outcome.content for outcome in await asyncio.gather(*polls)] == [b"{}"] * 3
         assert await other is None
         assert len(waiters) == 0

@@ -21,7 +21,7 @@ from tinkex.server.main import build
 from tinkex.server.service import Service
 from tinkex.server.training.intake import KEPT_COMMAND_BYTES
 from tinkex.server.training.run_queue import RunQueue
-from tinkex.server.training.waiters import FinishedOperation
+from tinkex.server.training.waiters import OperationResult
 from tinkex.server.training.worker import WINDOW
 from tinkex.settings import ServeConfig
 from tinkex.store.records import RunRecord, SessionRecord
@@ -68,7 +68,7 @@ async def new_run(service: Service, name: str = "s", tenant: str = "t") -> RunQu
     return await service.intake.run_queue(tenant, run.id)
 
 
-async def done(service: Service, request_id: str) -> FinishedOperation:
+async def done(service: Service, request_id: str) -> OperationResult:
     outcome = await service.waiters.wait(request_id, 10)
     assert outcome is not None, "the operation did not finish"
     return outcome
@@ -305,7 +305,7 @@ async def test_a_used_checkpoint_name_is_rejected_unless_overwriting_is_allowed(
     async with running(tmp_path, FakeEngine()) as service:
         queue = await new_run(service)
 
-        async def save(number: int, overwrite: bool | None) -> FinishedOperation:
+        async def save(number: int, overwrite: bool | None) -> OperationResult:
             options = {"name": "a", "overwrite": overwrite}
             return await done(service, await service.intake.submit(queue, number, "save_weights", b"", options=options))
 
@@ -360,3 +360,28 @@ async def test_a_run_is_unknown_to_other_tenants(tmp_path: Path) -> None:
         with pytest.raises(RequestRejected) as refused:
             await service.intake.run_queue("stranger", queue.run.id)
         assert refused.value.status == 404
+
+
+@scenario
+async def test_the_reason_for_waiting_names_what_is_waited_for(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(tmp_path, engine, gap_s=60.0) as service:
+        queue, worker = await new_run(service), service.worker
+        first, fourth = await step(service, queue, 2, 0.5), await step(service, queue, 4, 0.5)
+        pending = worker.pending(fourth)
+        assert pending is not None
+        assert worker.queue_of(pending) == ("active", "waits for operation 1 of this run, which has not arrived")
+        engine.gate.clear()
+        await step(service, queue, 1, 0.5)
+        await step(service, queue, 3, 0.5)
+        await asyncio.sleep(0)
+        assert worker.queue_of(pending) == ("active", "3 operations of this run before it")
+        engine.is_ready = False
+        assert worker.queue_of(pending) == ("paused_capacity", "the engine is not ready: loading")
+        worker.pause("disk", "disk full")
+        assert worker.queue_of(pending) == ("paused_capacity", "disk full")
+        worker.unpause("disk")
+        engine.is_ready = True
+        engine.gate.set()
+        await done(service, first)
+        await done(service, fourth)

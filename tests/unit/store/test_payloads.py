@@ -13,8 +13,9 @@ import pytest
 
 from tests.unit.store.conftest import LARGE, Add, Place, operation, run, sampler
 from tinkex.errors import ValidationError
+from tinkex.store.errors import DiskFull, Duplicate
 from tinkex.store.payloads import MAX_INLINE_BYTES, Payloads, StoredPayload
-from tinkex.store.store import DiskFull, Duplicate, Store
+from tinkex.store.store import Store
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import pytest
 from tests.unit.store.conftest import LARGE, Place, operation, run
 from tests.unit.store.postgres import PostgresServer
 from tinkex.store import database
-from tinkex.store.store import Store, Unavailable
+from tinkex.store.errors import Unavailable
+from tinkex.store.store import Store
 
 WRITER = """
 import sys

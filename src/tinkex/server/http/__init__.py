@@ -3,9 +3,8 @@
 Nothing here knows an endpoint. `errors`, `access` and `metrics` know no `Service` either: it is built from them.
 
 Others import:
-    handlers       the type of a handler, and the wrapper that every handler runs in
-    requests       body, tenant and page of a request
-    lookup         the session, run, sampler or checkpoint that a request names
+    requests       ApiRequest: tenant, body and named objects of a request; the wrapper that every handler runs in
+    fields         the fields of a JSON body
     errors         errors as HTTP responses
     access         API keys and the tenant of a request
     views          records as the JSON that clients read
@@ -13,5 +12,4 @@ Others import:
     event_stream   server-sent events
     links          signed links to files
     metrics        counters for Prometheus
-    protocol       uvicorn's HTTP protocol with a limit on headers
 """

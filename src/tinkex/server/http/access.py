@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.responses import Response
@@ -34,23 +33,17 @@ _PATHS_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/files/")
 """Load balancers ask for health without a key; links to files carry their own signature."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedKey:
-    key: KeyRecord | None
-    until: float
-
-
 class AccessControl:
-    """Finds the tenant of a request by its API key."""
-
     def __init__(self, config: ServeConfig, store: Store, db: Db, clock: Clock) -> None:
         self._store, self._db, self._clock = store, db, clock
-        self._configured = {hash_key(key): _tenant_of_configured(hash_key(key)) for key in config.api_keys}
+        # One tenant per key, with a name that survives restarts and reveals no key.
+        self._configured = {digest: f"key-{digest[:12]}" for digest in map(hash_key, config.api_keys)}
         self._may_be_open = is_loopback_host(config.host)
         self._has_keys = bool(self._configured)
         self._own_hosts = {config.host, (urlsplit(config.public_url or "").hostname or config.host).lower()}
         self._counted_at: float | None = None
-        self._cache: dict[str, _CachedKey] = {}
+        self._cache: dict[str, tuple[KeyRecord | None, float]] = {}
+        """Hash → the key if there is one, and until when that is believed."""
 
     async def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
         """Return the tenant of a request, or raise 401.
@@ -116,15 +109,15 @@ class AccessControl:
 
     async def _stored(self, digest: str) -> KeyRecord | None:
         now = self._clock.now()
-        cached = self._cache.get(digest)
-        if cached is None or cached.until <= now:
+        key, until = self._cache.get(digest, (None, now))
+        if until <= now:
             key = await self._db(self._store.get_key_by_hash, digest)
             if key is not None and (key.revoked_at is not None or not hmac.compare_digest(key.sha256, digest)):
                 key = None
             if len(self._cache) >= _MAX_CACHED_KEYS:
                 self._cache.clear()
-            cached = self._cache[digest] = _CachedKey(key, now + CACHE_S)
-        return cached.key
+            self._cache[digest] = key, now + CACHE_S
+        return key
 
 
 class AccessMiddleware:
@@ -199,11 +192,6 @@ def api_key_in(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         if name.lower() == b"authorization" and value[:7].lower() == b"bearer ":
             bearer = value[7:].decode("latin-1").strip() or None
     return bearer
-
-
-def _tenant_of_configured(digest: str) -> str:
-    """Return the tenant of a configured key: one per key, with a name that survives restarts and reveals no key."""
-    return f"key-{digest[:12]}"
 
 
 def _unauthorised(detail: str) -> RequestRejected:

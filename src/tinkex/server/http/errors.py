@@ -61,7 +61,6 @@ def as_rejected(error: Exception) -> RequestRejected:
 
 
 def error_response(error: Exception) -> Response:
-    """Return the response for an exception that a handler raised."""
     rejected = as_rejected(error)
     body = {"detail": rejected.detail, "code": rejected.code, "category": rejected.category}
     return json_response(body, rejected.status, rejected.headers)

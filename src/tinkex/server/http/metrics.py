@@ -6,6 +6,7 @@ that are served. An API key is never one, and only the first tenants are named.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -23,43 +24,26 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self._tenants: set[str] = set()
-        self._requests = Counter("tinkex_requests", "HTTP requests.", ["endpoint", "status"], registry=registry)
-        self._request_s = Histogram(
-            "tinkex_request_seconds", "Time to answer a request.", ["endpoint"], buckets=_SECONDS, registry=registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self._requests = counter("tinkex_requests", "HTTP requests.", ["endpoint", "status"])
+        self._request_s = histogram("tinkex_request_seconds", "Time to answer a request.", ["endpoint"])
+        self._tenant_requests = counter("tinkex_tenant_requests", "HTTP requests by tenant.", ["tenant"])
+        self._operations = counter("tinkex_operations", "Training operations that ended.", ["kind", "outcome"])
+        self._queue_s = histogram(
+            "tinkex_operation_queue_seconds", "Time between acceptance and start of an operation.", ["kind"]
         )
-        self._tenant_requests = Counter(
-            "tinkex_tenant_requests", "HTTP requests by tenant.", ["tenant"], registry=registry
+        self._engine_s = histogram("tinkex_operation_engine_seconds", "Time an operation took once started.", ["kind"])
+        self._trained = counter(
+            "tinkex_trained_tokens", "Input tokens of passes that succeeded.", ["base_model", "kind"]
         )
-        self._operations = Counter(
-            "tinkex_operations", "Training operations that ended.", ["kind", "outcome"], registry=registry
+        self._samples = counter("tinkex_samples", "Sampling requests that ended.", ["outcome"])
+        self._sampled = counter("tinkex_sampled_tokens", "Tokens drawn.", ["base_model"])
+        self._prompted = counter(
+            "tinkex_prompt_tokens", "Tokens in the prompts of samples that succeeded.", ["base_model"]
         )
-        self._queue_s = Histogram(
-            "tinkex_operation_queue_seconds",
-            "Time between acceptance and start of an operation.",
-            ["kind"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._engine_s = Histogram(
-            "tinkex_operation_engine_seconds",
-            "Time an operation took once started.",
-            ["kind"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._trained = Counter(
-            "tinkex_trained_tokens", "Input tokens of passes that succeeded.", ["base_model", "kind"], registry=registry
-        )
-        self._samples = Counter("tinkex_samples", "Sampling requests that ended.", ["outcome"], registry=registry)
-        self._sampled = Counter("tinkex_sampled_tokens", "Tokens drawn.", ["base_model"], registry=registry)
-        self._prompted = Counter(
-            "tinkex_prompt_tokens",
-            "Tokens in the prompts of samples that succeeded.",
-            ["base_model"],
-            registry=registry,
-        )
-        self._checkpoints = Gauge("tinkex_checkpoints", "Checkpoints that are stored.", registry=registry)
-        self._checkpoint_bytes = Gauge("tinkex_checkpoint_bytes", "Bytes of those checkpoints.", registry=registry)
+        self._checkpoints = gauge("tinkex_checkpoints", "Checkpoints that are stored.")
+        self._checkpoint_bytes = gauge("tinkex_checkpoint_bytes", "Bytes of those checkpoints.")
         ProcessCollector(namespace="tinkex_server", registry=registry)
 
     def request(self, endpoint: str, status: int, seconds: float, tenant: str | None = None) -> None:
@@ -70,7 +54,6 @@ class Metrics:
             self._tenant_requests.labels(self._tenant(tenant)).inc()
 
     def operation(self, kind: str, outcome: str, queue_s: float, engine_s: float, tokens: int, base_model: str) -> None:
-        """Count a training operation that ended."""
         self._operations.labels(kind, outcome).inc()
         self._queue_s.labels(kind).observe(max(queue_s, 0.0))
         self._engine_s.labels(kind).observe(engine_s)
@@ -78,7 +61,6 @@ class Metrics:
             self._trained.labels(base_model, kind).inc(tokens)
 
     def sample(self, outcome: str, prompt_tokens: int, sampled_tokens: int, base_model: str) -> None:
-        """Count a sampling request that ended."""
         self._samples.labels(outcome).inc()
         if outcome == "done":
             self._prompted.labels(base_model).inc(prompt_tokens)
@@ -94,7 +76,6 @@ class Metrics:
         return name if name in self._tenants else OTHER_TENANTS
 
     def checkpoints(self, count: int, size_bytes: int) -> None:
-        """Set how many checkpoints there are, and their size."""
         self._checkpoints.set(count)
         self._checkpoint_bytes.set(size_bytes)
 

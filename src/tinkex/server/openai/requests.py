@@ -29,15 +29,10 @@ class CompletionOptions:
     """The options that completions and chats share. None leaves the choice to the service."""
 
     model: str
+    filters: Mapping[str, Any]
+    """The options that choose among tokens, by their names in `SampleSpec`."""
     n: int = 1
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -61,8 +56,6 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A request for a chat completion."""
-
     options: CompletionOptions
     messages: list[dict[str, Any]]
     """As chat templates expect them: content is text, a call's arguments are an object."""
@@ -121,7 +114,6 @@ def spec_of(
     *,
     is_echoed: bool = False,
 ) -> SampleSpec:
-    """Return the engine's specification for one prompt of a request."""
     if not prompt:
         raise BadField("prompt", "has no tokens. Send at least one.")
     for name, tokens in (("prompt", prompt), ("stop_token_ids", options.stop_token_ids)):
@@ -146,13 +138,7 @@ def spec_of(
         prompt=tuple(prompt),
         num_samples=options.n,
         max_tokens=max(max_tokens, 1),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
+        **options.filters,
         seed=seed,
         stop_tokens=(() if options.ignore_eos else info.end_tokens) + options.stop_token_ids,
         stop_strings=options.stop,
@@ -180,21 +166,15 @@ def _options(
         raise BadField("model", "is missing. Name a base model, or a tinker://…/sampler_weights/… path.")
     limit_field = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     max_tokens = _whole_or_none(fields, limit_field, min_tokens, 1 << 30)
-    top_p, top_k = _number(fields, "top_p", 1.0, 0, 1), _whole(fields, "top_k", -1, -1, 1 << 30)
-    if top_p == 0:  # keeps only the likeliest token
-        top_p, top_k = 1.0, 1
+    filters = {"top_p": _number(fields, "top_p", 1.0, 0, 1), "top_k": _whole(fields, "top_k", -1, -1, 1 << 30) or -1}
+    if filters["top_p"] == 0:  # keeps only the likeliest token
+        filters = {"top_p": 1.0, "top_k": 1}
     options = fields.get("stream_options", {})
     return CompletionOptions(
         model=model,
         n=_whole(fields, "n", 1, 1, MAX_CHOICES),
         max_tokens=default_tokens if max_tokens is None else max_tokens,
-        temperature=_number(fields, "temperature", 1.0, 0, 100),
-        top_p=top_p,
-        top_k=top_k or -1,
-        min_p=_number(fields, "min_p", 0.0, 0, 1),
-        repetition_penalty=_number(fields, "repetition_penalty", 1.0, 0.01, 100),
-        presence_penalty=_number(fields, "presence_penalty", 0.0, -2, 2),
-        frequency_penalty=_number(fields, "frequency_penalty", 0.0, -2, 2),
+        filters=filters | {name: _number(fields, name, *bounds) for name, bounds in _FILTERS.items()},
         seed=_whole_or_none(fields, "seed", -(2**63), 2**63 - 1),
         stop=_stops(fields.get("stop")),
         stop_token_ids=_tokens(_list(fields, "stop_token_ids"), "stop_token_ids"),
@@ -237,15 +217,24 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 # ── Fields that are not supported, and how fields are read
 
+_FILTERS: Final = {
+    "temperature": (1.0, 0, 100),
+    "min_p": (0.0, 0, 1),
+    "repetition_penalty": (1.0, 0.01, 100),
+    "presence_penalty": (0.0, -2, 2),
+    "frequency_penalty": (0.0, -2, 2),
+}
+"""Default, minimum and maximum."""
+_NO_FORMAT: Final = "output cannot be constrained to a format here"
 _UNSUPPORTED: Final = {
     "logit_bias": "logits cannot be biased here",
     "min_tokens": "a minimum number of tokens is not supported here",
     "prompt_logprobs": "ask for echo and logprobs in a completion instead",
-    "guided_json": "output cannot be constrained to a format here",
-    "guided_regex": "output cannot be constrained to a format here",
-    "guided_choice": "output cannot be constrained to a format here",
-    "guided_grammar": "output cannot be constrained to a format here",
-    "structured_outputs": "output cannot be constrained to a format here",
+    "guided_json": _NO_FORMAT,
+    "guided_regex": _NO_FORMAT,
+    "guided_choice": _NO_FORMAT,
+    "guided_grammar": _NO_FORMAT,
+    "structured_outputs": _NO_FORMAT,
 }
 _UNSUPPORTED_IN_COMPLETIONS: Final = {"suffix": "text cannot be inserted here; a completion only continues its prompt"}
 _UNSUPPORTED_IN_CHATS: Final = {

@@ -91,15 +91,16 @@ class RenderedPrompt:
     echo: str | None = None
 
 
+Style = Literal["completion", "chat"]
+
+
 class CompletionBuilder:
     """Builds all choices of a request. `feed` takes the events of each prompt and returns the text they add."""
 
     def __init__(
-        self, options: CompletionOptions, tokenizer: ModelTokenizer, prompts: Sequence[RenderedPrompt]
+        self, style: Style, options: CompletionOptions, tokenizer: ModelTokenizer, prompts: Sequence[RenderedPrompt]
     ) -> None:
-        self._options = options
-        self._prompts = prompts
-        self._tokenizer = tokenizer
+        self._style, self._options, self._tokenizer, self._prompts = style, options, tokenizer, prompts
         self._choices = [
             _Choice(index, options, tokenizer, prompt)
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(options.n))
@@ -132,15 +133,45 @@ class CompletionBuilder:
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
+    def whole_choice(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        """Return a choice of a response that is not streamed."""
+        text = "".join(piece.text for piece in pieces)
+        choice = self._choice(pieces[-1], self._logprobs([entry for piece in pieces for entry in piece.entries]))
+        if self._style == "completion":
+            return {**choice, "text": text}
+        return {**choice, "message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def chunk_choice(self, piece: TextPiece, is_first: bool) -> dict[str, Any]:
+        """Return a choice of one chunk of a stream."""
+        choice = self._choice(piece, self._logprobs(piece.entries) if piece.entries else None)
+        if self._style == "completion":
+            return {**choice, "text": piece.text}
+        delta = {"role": "assistant"} if is_first else {}
+        return {**choice, "delta": {**delta, "content": piece.text} if piece.text or is_first else delta}
+
+    @staticmethod
+    def _choice(last: TextPiece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return {"index": last.index, "logprobs": logprobs, "finish_reason": last.finish_reason}
+
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
+        if self._options.top_logprobs is None:
+            return None
+        tokenizer = self._tokenizer
+        if self._style == "chat":
+            return {"content": [_chat_entry(tokenizer, entry) for entry in entries], "refusal": None}
+        return {
+            "tokens": [_name(tokenizer, entry.token) for entry in entries],
+            "token_logprobs": [None if entry.logprob is None else _finite(entry.logprob) for entry in entries],
+            "top_logprobs": [_top(tokenizer, entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
 
 class _Choice:
     def __init__(
         self, index: int, options: CompletionOptions, tokenizer: ModelTokenizer, prompt: RenderedPrompt
     ) -> None:
-        self._index = index
-        self._options = options
-        self._tokenizer = tokenizer
-        self._prompt = prompt
+        self._index, self._options, self._tokenizer, self._prompt = index, options, tokenizer, prompt
         self._text = TextUntilStop(Detokenizer(tokenizer, prompt.tokens), options.stop, len(prompt.echo or ""))
         self._seen = 0
         self._entries: list[LogprobEntry] = []
@@ -200,55 +231,7 @@ def prompt_logprob_entries(tokenizer: ModelTokenizer, prompt: RenderedPrompt, sa
     return entries
 
 
-# ── JSON
-
-Style = Literal["completion", "chat"]
-
-
-def whole_choice(
-    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, pieces: Sequence[TextPiece]
-) -> dict[str, Any]:
-    """Return a choice of a response that is not streamed."""
-    text = "".join(piece.text for piece in pieces)
-    entries = [entry for piece in pieces for entry in piece.entries]
-    choice = {
-        "index": pieces[-1].index,
-        "logprobs": logprobs_of(style, tokenizer, options, entries),
-        "finish_reason": pieces[-1].finish_reason,
-    }
-    if style == "completion":
-        return {**choice, "text": text}
-    return {**choice, "message": {"role": "assistant", "content": text, "refusal": None}}
-
-
-def chunk_choice(
-    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, piece: TextPiece, is_first: bool
-) -> dict[str, Any]:
-    """Return a choice of one chunk of a stream."""
-    choice = {
-        "index": piece.index,
-        "logprobs": logprobs_of(style, tokenizer, options, piece.entries) if piece.entries else None,
-        "finish_reason": piece.finish_reason,
-    }
-    if style == "completion":
-        return {**choice, "text": piece.text}
-    delta = {"role": "assistant"} if is_first else {}
-    return {**choice, "delta": {**delta, "content": piece.text} if piece.text or is_first else delta}
-
-
-def logprobs_of(
-    style: Style, tokenizer: ModelTokenizer, options: CompletionOptions, entries: Sequence[LogprobEntry]
-) -> dict[str, Any] | None:
-    if options.top_logprobs is None:
-        return None
-    if style == "chat":
-        return {"content": [_chat_entry(tokenizer, entry) for entry in entries], "refusal": None}
-    return {
-        "tokens": [_name(tokenizer, entry.token) for entry in entries],
-        "token_logprobs": [None if entry.logprob is None else _finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_top(tokenizer, entry) for entry in entries],
-        "text_offset": [entry.offset for entry in entries],
-    }
+# ── Log-probabilities as JSON
 
 
 def _top(tokenizer: ModelTokenizer, entry: LogprobEntry) -> dict[str, float] | None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from uuid import uuid4
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.engine.contract import Sampled, SampleEvent, SampleSpec
 from tinkex.server.http.errors import RequestRejected, json_response
 from tinkex.server.http.event_stream import open_event_stream
-from tinkex.server.http.handlers import guarded
-from tinkex.server.http.requests import read_json, service_of, tenant_of
+from tinkex.server.http.requests import ApiRequest, guarded
 from tinkex.server.openai.errors import error_body, openai_error_response, rejection_of
 from tinkex.server.openai.requests import (
     Chat,
@@ -34,8 +34,6 @@ from tinkex.server.openai.responses import (
     RenderedPrompt,
     Style,
     TextPiece,
-    chunk_choice,
-    whole_choice,
 )
 from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.sampling.tokenizer_cache import ModelTokenizer
@@ -50,9 +48,9 @@ MAX_LISTED_CHECKPOINTS: Final = 1000
 # ── Handlers
 
 
-async def list_models(request: Request) -> Response:
+async def list_models(request: ApiRequest) -> Response:
     """List every name that works: base models, aliases, and the tenant's checkpoints for sampling, newest first."""
-    service, tenant = service_of(request), tenant_of(request)
+    service, tenant = request.service, request.tenant
     entries = [_model(name, 0, model.name) for model in service.catalog.models for name in model.names]
     saved, _ = await service.db(
         lambda: service.store.list_checkpoints(tenant, None, 0, MAX_LISTED_CHECKPOINTS, service.clock.wall())
@@ -61,9 +59,9 @@ async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": entries})
 
 
-async def get_model(request: Request) -> Response:
+async def get_model(request: ApiRequest) -> Response:
     name = request.path_params["name"]
-    target = await _open(service_of(request), tenant_of(request), name)
+    target = await _open(request.service, request.tenant, name)
     return json_response(_model(name, 0, target.info.name))
 
 
@@ -71,23 +69,17 @@ def _model(name: str, created_at: float, base: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(created_at), "owned_by": "tinkex", "root": base}
 
 
-async def completions(request: Request) -> Response:
-    completion = read_completion(await read_json(request))
-    service, tenant = service_of(request), tenant_of(request)
-    target = await _open(service, tenant, completion.options.model)
-    job = await asyncio.to_thread(_completion_job, service, tenant, target, completion)
-    return await _respond(request, service, job)
+async def completions(request: ApiRequest) -> Response:
+    completion = read_completion(await request.read_json())
+    return await _respond(request, "completion", completion.options, partial(_completion_prompts, completion))
 
 
-async def chat_completions(request: Request) -> Response:
-    chat = read_chat(await read_json(request))
-    service, tenant = service_of(request), tenant_of(request)
-    target = await _open(service, tenant, chat.options.model)
-    job = await asyncio.to_thread(_chat_job, service, tenant, target, chat)
-    return await _respond(request, service, job)
+async def chat_completions(request: ApiRequest) -> Response:
+    chat = read_chat(await request.read_json())
+    return await _respond(request, "chat", chat.options, partial(_chat_prompts, chat))
 
 
-async def unknown(request: Request) -> Response:
+async def unknown(request: ApiRequest) -> Response:
     raise RequestRejected(
         404,
         f"{request.method} {request.url.path[:200]} is not part of this service. It has GET models, POST completions "
@@ -111,17 +103,17 @@ class CompletionJob:
     """A request that is ready to be sampled."""
 
     id: str
+    created: int
     tenant: str
     style: Style
     options: CompletionOptions
     target: SampleTarget
-    tokenizer: ModelTokenizer
-    prompts: Sequence[RenderedPrompt]
+    builder: CompletionBuilder
     specs: Sequence[SampleSpec]
+    """One for each prompt."""
 
 
-def _completion_job(service: Service, tenant: str, target: SampleTarget, completion: Completion) -> CompletionJob:
-    tokenizer = service.tokenizers.load(target.info.name)
+def _completion_prompts(completion: Completion, tokenizer: ModelTokenizer) -> list[RenderedPrompt]:
     prompts = []
     for prompt in completion.prompts:
         if isinstance(prompt, str):
@@ -129,46 +121,19 @@ def _completion_job(service: Service, tenant: str, target: SampleTarget, complet
         else:
             tokens, text = list(prompt), tokenizer.decode(prompt) if completion.is_echoed else ""
         prompts.append(RenderedPrompt(tokens=tokens, echo=text if completion.is_echoed else None))
-    return _job("completion", tenant, completion.options, target, tokenizer, prompts)
+    return prompts
 
 
-def _chat_job(service: Service, tenant: str, target: SampleTarget, chat: Chat) -> CompletionJob:
-    tokenizer = service.tokenizers.load(target.info.name)
+def _chat_prompts(chat: Chat, tokenizer: ModelTokenizer) -> list[RenderedPrompt]:
     text = tokenizer.chat.render(
-        target.info.name,
+        tokenizer.name,
         chat.messages,
         add_generation_prompt=chat.add_generation_prompt,
         tools=chat.tools,
         extras=chat.template_extras,
     )
     # The template writes the special tokens itself.
-    prompt = RenderedPrompt(tokens=tokenizer.encode(text, add_special_tokens=False))
-    return _job("chat", tenant, chat.options, target, tokenizer, [prompt])
-
-
-def _job(
-    style: Style,
-    tenant: str,
-    options: CompletionOptions,
-    target: SampleTarget,
-    tokenizer: ModelTokenizer,
-    prompts: Sequence[RenderedPrompt],
-) -> CompletionJob:
-    specs = [
-        spec_of(options, target.info, target.weights, prompt.tokens, seed, is_echoed=prompt.echo is not None)
-        for prompt, seed in zip(prompts, seeds_of(options.seed, len(prompts)), strict=True)
-    ]
-    prefix = "cmpl" if style == "completion" else "chatcmpl"
-    return CompletionJob(
-        id=f"{prefix}-{uuid4().hex}",
-        tenant=tenant,
-        style=style,
-        options=options,
-        target=target,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        specs=specs,
-    )
+    return [RenderedPrompt(tokens=tokenizer.encode(text, add_special_tokens=False))]
 
 
 async def _sample_prompts(service: Service, job: CompletionJob) -> AsyncGenerator[tuple[int, SampleEvent], None]:
@@ -206,15 +171,41 @@ async def _sample_prompts(service: Service, job: CompletionJob) -> AsyncGenerato
 # ── From samples to a response
 
 
-async def _respond(request: Request, service: Service, job: CompletionJob) -> Response:
-    created = int(service.clock.wall())
-    if job.options.is_streamed:
-        return await open_event_stream(_stream(service, job, created), _error_event)
+async def _respond(
+    request: ApiRequest,
+    style: Style,
+    options: CompletionOptions,
+    render: Callable[[ModelTokenizer], list[RenderedPrompt]],
+) -> Response:
+    service = request.service
+    target = await _open(service, request.tenant, options.model)
+
+    def prepare() -> CompletionJob:
+        tokenizer = service.tokenizers.load(target.info.name)
+        prompts = render(tokenizer)
+        seeds = seeds_of(options.seed, len(prompts))
+        return CompletionJob(
+            id=f"{'cmpl' if style == 'completion' else 'chatcmpl'}-{uuid4().hex}",
+            created=int(service.clock.wall()),
+            tenant=request.tenant,
+            style=style,
+            options=options,
+            target=target,
+            builder=CompletionBuilder(style, options, tokenizer, prompts),
+            specs=[
+                spec_of(options, target.info, target.weights, prompt.tokens, seed, is_echoed=prompt.echo is not None)
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ],
+        )
+
+    job = await asyncio.to_thread(prepare)
+    if options.is_streamed:
+        return await open_event_stream(_stream(service, job), _error_event)
     events = await _collect(request, service, job)
-    return await asyncio.to_thread(_whole_response, events, job, created)
+    return await asyncio.to_thread(_whole_response, events, job)
 
 
-async def _collect(request: Request, service: Service, job: CompletionJob) -> list[tuple[int, SampleEvent]]:
+async def _collect(request: ApiRequest, service: Service, job: CompletionJob) -> list[tuple[int, SampleEvent]]:
     """Return all events of a job. Raises ClientDisconnect, and cancels the samples, if the client hangs up."""
 
     async def collect() -> list[tuple[int, SampleEvent]]:
@@ -236,35 +227,32 @@ async def _collect(request: Request, service: Service, job: CompletionJob) -> li
         waiting.cancel()
 
 
-def _whole_response(events: Sequence[tuple[int, SampleEvent]], job: CompletionJob, created: int) -> Response:
-    builder = CompletionBuilder(job.options, job.tokenizer, job.prompts)
+def _whole_response(events: Sequence[tuple[int, SampleEvent]], job: CompletionJob) -> Response:
     pieces: dict[int, list[TextPiece]] = {}
     for index, event in events:
-        for piece in builder.feed(index, event):
+        for piece in job.builder.feed(index, event):
             pieces.setdefault(piece.index, []).append(piece)
-    choices = [whole_choice(job.style, job.tokenizer, job.options, pieces[index]) for index in sorted(pieces)]
+    choices = [job.builder.whole_choice(pieces[index]) for index in sorted(pieces)]
     kind = "text_completion" if job.style == "completion" else "chat.completion"
-    return json_response({**_head(job, kind, created), "choices": choices, "usage": builder.usage})
+    return json_response({**_head(job, kind), "choices": choices, "usage": job.builder.usage})
 
 
-def _head(job: CompletionJob, kind: str, created: int) -> dict[str, Any]:
-    return {"id": job.id, "object": kind, "created": created, "model": job.options.model}
+def _head(job: CompletionJob, kind: str) -> dict[str, Any]:
+    return {"id": job.id, "object": kind, "created": job.created, "model": job.options.model}
 
 
-async def _stream(service: Service, job: CompletionJob, created: int) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events of a streamed response."""
-    builder = CompletionBuilder(job.options, job.tokenizer, job.prompts)
-    head = _head(job, "text_completion" if job.style == "completion" else "chat.completion.chunk", created)
+async def _stream(service: Service, job: CompletionJob) -> AsyncGenerator[bytes, None]:
+    head = _head(job, "text_completion" if job.style == "completion" else "chat.completion.chunk")
     no_usage = {"usage": None} if job.options.with_usage else {}
     begun: set[int] = set()
     async with aclosing(_sample_prompts(service, job)) as events:
         async for index, event in events:
-            for piece in builder.feed(index, event):
-                choice = chunk_choice(job.style, job.tokenizer, job.options, piece, piece.index not in begun)
+            for piece in job.builder.feed(index, event):
+                choice = job.builder.chunk_choice(piece, piece.index not in begun)
                 begun.add(piece.index)
                 yield _event({**head, "choices": [choice], **no_usage})
     if job.options.with_usage:
-        yield _event({**head, "choices": [], "usage": builder.usage})
+        yield _event({**head, "choices": [], "usage": job.builder.usage})
     yield sse.encode("", "[DONE]")
 
 

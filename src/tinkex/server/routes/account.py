@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any
-from uuid import uuid4
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex._version import __version__
 from tinkex.server.http import views
 from tinkex.server.http.access import api_key_in
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response
-from tinkex.server.http.requests import service_of, tenant_of
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes.runs import checkpoints_in_project
-from tinkex.server.service import Service
 from tinkex.store.records import AuditEntry
 from tinkex.store.store import Store
 
@@ -27,8 +23,8 @@ SAMPLE_MAX_CONCURRENT = 2000
 _MAX_AUDIT_ENTRIES = 10_000
 
 
-async def client_config(request: Request) -> Response:
-    config = service_of(request).config
+async def client_config(request: ApiRequest) -> Response:
+    config = request.service.config
     return json_response(
         {
             # One chunk at a time: official clients would otherwise send later chunks first.
@@ -45,22 +41,22 @@ async def client_config(request: Request) -> Response:
     )
 
 
-async def client_dynamic_config(request: Request) -> Response:
+async def client_dynamic_config(request: ApiRequest) -> Response:
     return json_response(
         {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
     )
 
 
-async def auth_token(request: Request) -> Response:
+async def auth_token(request: ApiRequest) -> Response:
     raise bad_request(
         "This service issues no tokens: send the API key itself with every request (client/config says so).",
         "no_tokens",
     )
 
 
-async def healthz(request: Request) -> Response:
+async def healthz(request: ApiRequest) -> Response:
     """Return 200 only if the service can work, for load balancers and for people who wait; otherwise 503."""
-    service = service_of(request)
+    service = request.service
     state = service.engine.state
     detail = (state.reason or "The engine is starting.") if not state.is_ready else service.worker.pause_reason
     if detail:
@@ -68,14 +64,14 @@ async def healthz(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-async def get_server_capabilities(request: Request) -> Response:
-    models = service_of(request).catalog.models
+async def get_server_capabilities(request: ApiRequest) -> Response:
+    models = request.service.catalog.models
     return json_response(
         {"supported_models": [views.supported_model(model, name) for model in models for name in model.names]}
     )
 
 
-async def create_custom_loss(request: Request) -> Response:
+async def create_custom_loss(request: ApiRequest) -> Response:
     raise bad_request(
         "Losses that run on the service are not offered here: a client could send any code. "
         "Use forward_backward_custom, which computes the loss on your side.",
@@ -86,34 +82,24 @@ async def create_custom_loss(request: Request) -> Response:
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
-async def whoami(request: Request) -> Response:
-    service = service_of(request)
-    key = await service.access.stored_key(api_key_in(request.headers.raw))
-    return json_response(views.identity(tenant_of(request), key))
+async def whoami(request: ApiRequest) -> Response:
+    key = await request.service.access.stored_key(api_key_in(request.headers.raw))
+    return json_response(views.identity(request.tenant, key))
 
 
-async def revoke_key(request: Request) -> Response:
+async def revoke_key(request: ApiRequest) -> Response:
     """Revoke the key that the request carries, and no other."""
-    service = service_of(request)
-    key = await service.access.revoke(api_key_in(request.headers.raw))
-    await write_audit(service, tenant_of(request), "key.revoke", key.hint)
+    key = await request.service.access.revoke(api_key_in(request.headers.raw))
+    await request.write_audit("key.revoke", key.hint)
     return json_response(None)
 
 
 # -- the audit log ---------------------------------------------------------------------------------------------------
 
 
-async def write_audit(service: Service, tenant: str, action: str, target: str, **detail: Any) -> None:
-    """Add an entry to the audit log. `action` is `noun.verb`."""
-    entry = AuditEntry(
-        id=uuid4().hex, at=service.clock.wall(), tenant=tenant, action=action, target=target, detail=detail
-    )
-    await service.db(service.store.add_audit, entry)
-
-
-async def audit_log(request: Request) -> Response:
+async def audit_log(request: ApiRequest) -> Response:
     """Return the events of one day (UTC; today by default), oldest first."""
-    service = service_of(request)
+    service = request.service
     event_type = request.query_params.get("event_type", "all")
     day = request.query_params.get("day")
     try:
@@ -121,7 +107,7 @@ async def audit_log(request: Request) -> Response:
     except ValueError:
         raise bad_request(f"day must be a date such as 2026-01-31, not {day!r}.", "bad_day") from None
     start = dt.datetime.combine(date, dt.time(), dt.UTC).timestamp()
-    entries = await service.db(_audit_of, service.store, tenant_of(request), start, start + 86400)
+    entries = await service.db(_audit_of, service.store, request.tenant, start, start + 86400)
     noun = "" if event_type == "all" else event_type.removesuffix("s") + "."
     return json_response({"entries": [views.audit_entry(entry) for entry in entries if entry.action.startswith(noun)]})
 
@@ -134,7 +120,7 @@ def _audit_of(store: Store, tenant: str, start: float, end: float) -> list[Audit
 # -- usage -----------------------------------------------------------------------------------------------------------
 
 
-async def billing_usage(request: Request) -> Response:
+async def billing_usage(request: ApiRequest) -> Response:
     raise bad_request(
         "A self-hosted service has no billing, so there are no usage events. "
         "/metrics counts tokens and requests, and the usage of checkpoint storage is measured.",
@@ -142,8 +128,8 @@ async def billing_usage(request: Request) -> Response:
     )
 
 
-async def checkpoint_storage_usage(request: Request) -> Response:
-    service, tenant = service_of(request), tenant_of(request)
+async def checkpoint_storage_usage(request: ApiRequest) -> Response:
+    service, tenant = request.service, request.tenant
     project_id = request.query_params.get("project_id")
     if project_id is None:
         count, size = await service.db(service.store.usage, tenant)

@@ -79,11 +79,13 @@ async def to_page(request: Request) -> Response:
 @functools.cache
 def console_files() -> Mapping[str, ConsoleFile]:
     """Return all files by name, read once. The name in a request is looked up here and never becomes a path."""
-    return {
-        file.name: ConsoleFile(content := file.read_bytes(), MEDIA_TYPES[file.suffix], _etag(content))
-        for file in sorted(FOLDER.iterdir())
-        if file.suffix in MEDIA_TYPES
-    }
+    files = {}
+    for file in FOLDER.iterdir():
+        if file.suffix in MEDIA_TYPES:
+            content = file.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            files[file.name] = ConsoleFile(content, MEDIA_TYPES[file.suffix], etag)
+    return files
 
 
 def wants_page(request: Request) -> bool:
@@ -96,10 +98,6 @@ ROUTES = [
     Route("/console/", to_page),
     Route("/console/{name:path}", console_file),
 ]
-
-
-def _etag(content: bytes) -> str:
-    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
 def _respond(request: Request, file: ConsoleFile, extra_headers: Mapping[str, str] = {}) -> Response:

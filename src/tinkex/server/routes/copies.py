@@ -1,30 +1,32 @@
-"""Copies checkpoints, also those that another tenant published.
+"""Copies checkpoints, also those that another tenant published; and imports a PEFT adapter as a checkpoint.
 
-A copy gets its own run, which only owns the checkpoint: it was never in the engine and cannot be trained. To continue
+Either gets its own run, which only owns the checkpoint: it was never in the engine and cannot be trained. To continue
 training, a client creates a model from the checkpoint, as from any other.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.server.http.errors import bad_request, json_response, not_found
-from tinkex.server.http.lookup import find_readable_checkpoint, find_session, parse_ttl, require_checkpoint_path
-from tinkex.server.http.requests import read_json, service_of, tenant_of
-from tinkex.server.routes.account import write_audit
+from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo
+from tinkex.engine.frames import Frame
+from tinkex.rules.limits import check_name, check_ttl
+from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
+from tinkex.server.http.fields import require_checkpoint_path
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes.sessions import idempotency_key
 from tinkex.server.service import Service
 from tinkex.server.upkeep import folders
-from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
-from tinkex.store.store import Duplicate
+from tinkex.server.upkeep.adapter_files import AdapterUpload, receive_archive, unpack
+from tinkex.store.errors import Duplicate
+from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord, lora_of
 
 
 class CopyDestination(NamedTuple):
@@ -39,15 +41,15 @@ class CopyDestination(NamedTuple):
         return f"{self.session.id}:train:{self.number}"
 
 
-async def copy_weights(request: Request) -> Response:
+async def copy_weights(request: ApiRequest) -> Response:
     """Copy a checkpoint that the tenant may read into a session of the tenant, or into a new one."""
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     key = idempotency_key(request, "copy_weights")
     if key and (known := await service.db(service.store.recall, tenant, key)) is not None:
         return Response(known, media_type="application/json")
-    source = await find_readable_checkpoint(service, tenant, require_checkpoint_path(body, "source_path"))
-    ttl_s = parse_ttl(body)
-    destination = await _destination(service, tenant, body, f"Copy of {source.path}")
+    source = await request.find_readable_checkpoint(require_checkpoint_path(body, "source_path"))
+    ttl_s = check_ttl(body.get("ttl_seconds"))
+    destination = await _destination(request, body, f"Copy of {source.path}")
     path = f"tinker://{destination.run_id}/{source.kind}/{source.name}"
     if await service.db(service.store.get_run, destination.run_id) is not None:
         existing = await service.db(service.store.get_checkpoint, path)
@@ -71,12 +73,12 @@ async def copy_weights(request: Request) -> Response:
         await asyncio.to_thread(_copy_files, data_dir, source, folder)
     except FileNotFoundError:  # deleted meanwhile
         raise not_found("checkpoint", source.path) from None
-    content = await add_copy(service, destination, copy, "copy_weights", key)
-    await write_audit(service, tenant, "checkpoint.copy", copy.path, source=source.path)
+    content = await _add_copy(service, destination, copy, "copy_weights", key)
+    await request.write_audit("checkpoint.copy", copy.path, source=source.path)
     return Response(content, media_type="application/json")
 
 
-async def add_copy(
+async def _add_copy(
     service: Service, destination: CopyDestination, saved: CheckpointRecord, kind: str, key: str
 ) -> bytes:
     """Add the rows of a copied or imported checkpoint, and return the response. A conflict deletes its folder."""
@@ -99,11 +101,8 @@ def _add_rows(service: Service, destination: CopyDestination, saved: CheckpointR
         tenant=saved.tenant,
         session_id=destination.session.id,
         base_model=saved.base_model,
-        rank=saved.rank,
+        **lora_of(saved),
         seed=0,
-        train_attn=saved.train_attn,
-        train_mlp=saved.train_mlp,
-        train_unembed=saved.train_unembed,
         created_at=now,
         last_request_at=now,
         user_metadata=saved.user_metadata,
@@ -126,25 +125,25 @@ def _add_rows(service: Service, destination: CopyDestination, saved: CheckpointR
     return store.remember(saved.tenant, key, content, now) if key else content
 
 
-async def _destination(service: Service, tenant: str, body: dict[str, Any], display_name: str) -> CopyDestination:
+async def _destination(request: ApiRequest, body: dict[str, Any], display_name: str) -> CopyDestination:
     """Return the session and number that the body names, or a new session in the project that it names."""
     session_id, number = body.get("session_id"), body.get("model_seq_id")
     if session_id is None:
-        return new_destination(service, tenant, display_name, body.get("destination_project_id"))
+        return _new_destination(request, display_name, body.get("destination_project_id"))
     if not isinstance(session_id, str) or isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise bad_request("session_id must be text, and model_seq_id a whole number from 0.", "invalid")
-    return CopyDestination(await find_session(service, tenant, session_id), False, number)
+    return CopyDestination(await request.find_session(session_id), False, number)
 
 
-def new_destination(service: Service, tenant: str, display_name: str, project_id: object = None) -> CopyDestination:
+def _new_destination(request: ApiRequest, display_name: str, project_id: object = None) -> CopyDestination:
     """Return a new session that only owns the copied run; it is finished immediately."""
     if project_id is not None and not isinstance(project_id, str):
         raise bad_request("destination_project_id must be text.", "invalid")
-    now = service.clock.wall()
+    now = request.service.clock.wall()
     finished = {"reason": {"type": "success"}, "detail": display_name}
     session = SessionRecord(
         id=str(uuid4()),
-        tenant=tenant,
+        tenant=request.tenant,
         created_at=now,
         seen_at=now,
         project_id=project_id,
@@ -170,3 +169,63 @@ def _copy_files(data_dir: Path, source: CheckpointRecord, folder: str) -> None:
     except BaseException:
         folders.remove(data_dir, str(part.relative_to(data_dir.resolve())))
         raise
+
+
+# ── Imports
+
+
+async def import_weights(request: ApiRequest) -> Response:
+    """`POST /api/v1/import_weights?base_model=…&name=…[&ttl_seconds=…]` with a tar of the two PEFT files as body."""
+    service, tenant, query = request.service, request.tenant, request.query_params
+    model = service.catalog.find(query.get("base_model"))
+    name = check_name(query.get("name"))
+    ttl = query.get("ttl_seconds")
+    ttl_s = check_ttl(int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl)
+    data_dir = service.config.data_dir
+    destination = _new_destination(request, f"Import of {name}")
+    async with receive_archive(request, data_dir) as archive:
+        staged = archive.parent / "adapter"
+        adapter = await asyncio.to_thread(unpack, archive, staged)
+        await _check_loads(service, model, adapter, staged)
+        folder = folders.new_folder(data_dir, destination.run_id, "weights", name)
+        await asyncio.to_thread(staged.replace, folders.resolve_inside(data_dir, folder))
+    now = service.clock.wall()
+    saved = CheckpointRecord(
+        path=f"tinker://{destination.run_id}/weights/{name}",
+        tenant=tenant,
+        run_id=destination.run_id,
+        kind="weights",
+        name=name,
+        folder=folder,
+        base_model=model.name,
+        created_at=now,
+        size_bytes=sum(about["size_bytes"] for about in adapter.files.values()),
+        expires_at=None if ttl_s is None else now + ttl_s,
+        **asdict(adapter),
+    )
+    content = await _add_copy(service, destination, saved, "import_weights", "")
+    await request.write_audit("checkpoint.import", saved.path, size_bytes=saved.size_bytes)
+    return Response(content, media_type="application/json")
+
+
+async def _check_loads(service: Service, model: ModelInfo, adapter: AdapterUpload, folder: Path) -> None:
+    """Load the adapter in the engine once: one that cannot be used is rejected now and not at the first step."""
+    name = f"import-{uuid4().hex}"
+    create = {"op": "create", "adapter": name, "base": model.name, "seed": 0, **lora_of(adapter)}
+    try:
+        await service.engine.ready()
+        await service.engine.run(Frame(create))
+        try:
+            await service.engine.run(
+                Frame({"op": "load", "adapter": name, "folder": str(folder), "with_optimizer": False})
+            )
+        finally:
+            await service.engine.run(Frame({"op": "drop", "adapter": name}))
+    except EngineFault as error:
+        if error.category != "user":
+            raise RequestRejected(500, str(error), "engine_failed", "server") from None
+        raise bad_request(str(error), "bad_adapter") from None
+    except EngineDied:
+        raise RequestRejected(
+            503, "The engine died while it loaded the adapter. Send it again.", "engine_died", "server"
+        ) from None

@@ -7,15 +7,12 @@ from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import quote
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.http import links, views
 from tinkex.server.http.downloads import ARCHIVE, Download, archive_of, file_of, respond
-from tinkex.server.http.errors import RequestRejected, json_response, not_found
-from tinkex.server.http.lookup import find_readable_checkpoint
-from tinkex.server.http.requests import service_of, tenant_of
-from tinkex.server.routes.account import write_audit
+from tinkex.server.http.errors import json_response, not_found
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.upkeep import folders
 from tinkex.store.records import CheckpointRecord
 
@@ -37,30 +34,29 @@ TOKENIZER_FILES = frozenset(
 """The only files of a model's folder that can be read: those of a tokenizer. config.json names its class."""
 
 
-async def checkpoint_archive(request: Request) -> Response:
+async def checkpoint_archive(request: ApiRequest) -> Response:
     """Redirect to a tar of the checkpoint. With `redirect=false`, return its URL: a web page cannot read a redirect."""
-    saved = await _readable_checkpoint(request)
+    saved = await request.find_readable_checkpoint()
     expires_at = _expiry(request)
     url = _link(request, saved, ARCHIVE, expires_at)
     headers = {"expires": formatdate(expires_at, usegmt=True), "cache-control": "no-store"}
-    await write_audit(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
+    await request.write_audit("checkpoint.download", saved.path)
     if request.query_params.get("redirect") == "false":
         return json_response({"url": url, "expires": views.time_text(expires_at)}, headers=headers)
     return Response(status_code=302, headers={"location": url, **headers})
 
 
-async def external_weights_urls(request: Request) -> Response:
-    """Return the URL of each file."""
-    saved = await _readable_checkpoint(request)
+async def external_weights_urls(request: ApiRequest) -> Response:
+    saved = await request.find_readable_checkpoint()
     expires_at = _expiry(request)
     urls = {name: _link(request, saved, name, expires_at) for name in sorted(saved.files)}
-    await write_audit(service_of(request), tenant_of(request), "checkpoint.download", saved.path)
+    await request.write_audit("checkpoint.download", saved.path)
     return json_response({"urls": urls, "expires": views.time_text(expires_at)})
 
 
-async def download_file(request: Request) -> Response:
+async def download_file(request: ApiRequest) -> Response:
     """`GET /api/v1/files/{token}/{name}`: send a file or the archive. The signed token is the permission to read."""
-    service = service_of(request)
+    service = request.service
     token, name = request.path_params["token"], request.path_params["name"]
     path = links.verify(service.config.data_dir, token, service.clock.wall())
     saved = await service.db(service.store.get_live_checkpoint, path, service.clock.wall())
@@ -75,14 +71,12 @@ async def download_file(request: Request) -> Response:
     return respond(request, download, name)
 
 
-async def tokenizer_file(request: Request) -> Response:
+async def tokenizer_file(request: ApiRequest) -> Response:
     """Send a file of a tokenizer, of models that are served only. No text of a client becomes a path."""
-    service = service_of(request)
     tokenizer, name = request.path_params["tokenizer"], request.path_params["file"]
-    try:
-        model = service.catalog.find(tokenizer)
-    except RequestRejected:
-        raise not_found("tokenizer", tokenizer) from None
+    model = request.service.catalog.get(tokenizer)
+    if model is None:
+        raise not_found("tokenizer", tokenizer)
     if name not in TOKENIZER_FILES:
         raise not_found("file", name)
     try:
@@ -92,18 +86,12 @@ async def tokenizer_file(request: Request) -> Response:
     return Response(content, media_type="application/octet-stream", headers={"cache-control": "private"})
 
 
-async def _readable_checkpoint(request: Request) -> CheckpointRecord:
-    """Return the checkpoint that the URL names, if the tenant may read it."""
-    path = f"tinker://{request.path_params['run_id']}/{request.path_params['checkpoint_id']}"
-    return await find_readable_checkpoint(service_of(request), tenant_of(request), path)
+def _expiry(request: ApiRequest) -> int:
+    return int(request.service.clock.wall()) + links.LINK_LIFE_S
 
 
-def _expiry(request: Request) -> int:
-    return int(service_of(request).clock.wall()) + links.LINK_LIFE_S
-
-
-def _link(request: Request, saved: CheckpointRecord, name: str, expires_at: int) -> str:
-    config = service_of(request).config
+def _link(request: ApiRequest, saved: CheckpointRecord, name: str, expires_at: int) -> str:
+    config = request.service.config
     base = (config.public_url or str(request.base_url)).rstrip("/")
     return f"{base}/api/v1/files/{links.sign(config.data_dir, saved.path, expires_at)}/{quote(name, safe='')}"
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
-from tinkex.server.http.requests import IN_THREAD_BYTES, read_json, service_of, tenant_of
-from tinkex.server.sampling.sample_queue import PREFIX, PolledSample
+from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
+from tinkex.server.sampling.sample_queue import PREFIX
 from tinkex.server.sampling.sample_spec import response_of
 from tinkex.server.service import Service
-from tinkex.server.training.waiters import FinishedOperation
+from tinkex.server.training.waiters import OperationResult
 from tinkex.store.records import OperationRecord
 from tinkex.types.base import Value
 from tinkex.wire import json_codec, proto_codec
@@ -26,8 +25,8 @@ METADATA_OVER_BYTES = 1 << 20
 """Of a larger result, a client that supports it gets the size first, so that it can free memory."""
 
 
-async def retrieve_future(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+async def retrieve_future(request: ApiRequest) -> Response:
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     request_id = body.get("request_id")
     if not isinstance(request_id, str) or not request_id:
         raise bad_request("request_id is missing.", "no_request_id")
@@ -37,7 +36,7 @@ async def retrieve_future(request: Request) -> Response:
         return await _sample(service, tenant, request_id, wants_protobuf, may_be_metadata)
     outcome = service.waiters.recent(request_id)
     pending = service.worker.pending(request_id) if outcome is None else None
-    if pending is not None and pending.tenant == tenant:
+    if pending is not None and pending.row.tenant == tenant:
         outcome = await service.waiters.wait(request_id, service.config.poll_hold_s)
         if outcome is None and service.worker.pending(request_id) is not None:
             return _not_yet(*service.worker.queue_of(pending))
@@ -57,28 +56,26 @@ async def retrieve_future(request: Request) -> Response:
     return await _training_result(outcome, wants_protobuf, may_be_metadata)
 
 
-async def _stored(service: Service, row: OperationRecord) -> FinishedOperation:
+async def _stored(service: Service, row: OperationRecord) -> OperationResult:
     """Return how an operation ended, from the journal."""
     if row.state == "failed":
-        return FinishedOperation(
-            row.tenant, error=row.error or "The operation failed.", category=row.category or "server"
-        )
+        error = row.error or "The operation failed."
+        return OperationResult(tenant=row.tenant, error=error, category=row.category or "server")
     content = await service.db(service.store.result, row.request_id)
     if content is None or row.result_type is None:
         raise RequestRejected(410, f"The result of {row.request_id} has expired and was deleted.", "result_expired")
-    return FinishedOperation(row.tenant, content, row.result_type)
+    return OperationResult(tenant=row.tenant, content=content, content_type=row.result_type)
 
 
-async def _training_result(outcome: FinishedOperation, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+async def _training_result(outcome: OperationResult, wants_protobuf: bool, may_be_metadata: bool) -> Response:
+    content = outcome.content
     if outcome.content_type == "json":
-        return Response(outcome.content, media_type="application/json")
-    if may_be_metadata and len(outcome.content) > METADATA_OVER_BYTES:
-        return _metadata(len(outcome.content))
-    if wants_protobuf:
-        return Response(outcome.content, media_type=PROTOBUF)
-    if len(outcome.content) <= IN_THREAD_BYTES:
-        return _as_json(proto_codec.decode_forward_backward_output(outcome.content))
-    output = await asyncio.to_thread(proto_codec.decode_forward_backward_output, outcome.content)
+        return Response(content, media_type="application/json")
+    if wants_protobuf or (may_be_metadata and len(content) > METADATA_OVER_BYTES):
+        return _as_protobuf(content, may_be_metadata)
+    if len(content) <= IN_THREAD_BYTES:
+        return _as_json(proto_codec.decode_forward_backward_output(content))
+    output = await asyncio.to_thread(proto_codec.decode_forward_backward_output, content)
     return await asyncio.to_thread(_as_json, output)
 
 
@@ -95,22 +92,15 @@ async def _sample(
         return _not_yet(*service.sampling.queue_of(sample))
     if sample.error is not None:
         return _failed(*sample.error)
-    return _sample_result(sample, wants_protobuf, may_be_metadata)
-
-
-def _sample_result(sample: PolledSample, wants_protobuf: bool, may_be_metadata: bool) -> Response:
     assert sample.result is not None
     response = response_of(sample.result, sample.targets_layout, sample.sequence_ids)
-    if not wants_protobuf:
-        return _as_json(response)
-    content = proto_codec.encode_sample_response(response)
-    if may_be_metadata and len(content) > METADATA_OVER_BYTES:
-        return _metadata(len(content))
-    return Response(content, media_type=PROTOBUF)
+    if wants_protobuf:
+        return _as_protobuf(proto_codec.encode_sample_response(response), may_be_metadata)
+    return _as_json(response)
 
 
-async def retrieve_futures(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+async def retrieve_futures(request: ApiRequest) -> Response:
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     target = body.get("target")
     sampler_id = target.get("sampling_session_id") if isinstance(target, dict) else None
     await service.sampling.sampler(tenant, sampler_id)
@@ -123,9 +113,9 @@ async def retrieve_futures(request: Request) -> Response:
     return json_response({"completions": completions, "cursor": cursor})
 
 
-async def cancel_future(request: Request) -> Response:
+async def cancel_future(request: ApiRequest) -> Response:
     """Cancel a sample. Accepted training is not cancelled, because later operations build on it."""
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     request_id = body.get("request_id")
     sample = service.sampling.find(tenant, request_id) if isinstance(request_id, str) else None
     if sample is not None:
@@ -141,8 +131,10 @@ def _failed(error: str, category: str) -> Response:
     return json_response({"error": error, "category": category})
 
 
-def _metadata(size: int) -> Response:
-    return json_response({"status": "complete_metadata", "response_payload_size": size})
+def _as_protobuf(content: bytes, may_be_metadata: bool) -> Response:
+    if may_be_metadata and len(content) > METADATA_OVER_BYTES:
+        return json_response({"status": "complete_metadata", "response_payload_size": len(content)})
+    return Response(content, media_type=PROTOBUF)
 
 
 def _as_json(value: Value) -> Response:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex._version import __version__
 from tinkex.server.http import views
 from tinkex.server.http.errors import bad_request, json_response
-from tinkex.server.http.lookup import find_run
-from tinkex.server.http.requests import parse_page, service_of, tenant_of
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.service import Service
 from tinkex.server.training.intake import MAX_SEQ
 from tinkex.server.training.run_queue import PendingOperation
@@ -20,9 +18,9 @@ MAX_OPERATIONS = 5000
 MAX_QUEUED_SHOWN = 100
 
 
-async def run_steps(request: Request) -> Response:
-    service, tenant = service_of(request), tenant_of(request)
-    run = await find_run(service, tenant, request.path_params["run_id"])
+async def run_steps(request: ApiRequest) -> Response:
+    service = request.service
+    run = await request.find_run(request.path_params["run_id"])
     try:
         after = min(max(int(request.query_params.get("after_seq_id", -1)), -1), MAX_SEQ)
         most_steps = int(request.query_params.get("most_steps", MAX_OPERATIONS))
@@ -42,8 +40,8 @@ async def run_steps(request: Request) -> Response:
     )
 
 
-async def service_state(request: Request) -> Response:
-    service, tenant = service_of(request), tenant_of(request)
+async def service_state(request: ApiRequest) -> Response:
+    service, tenant = request.service, request.tenant
     engine, worker = service.engine.state, service.worker
     checkpoints, size_bytes = await service.db(service.store.usage, tenant)
     uses_keys = await service.access.uses_keys()
@@ -70,9 +68,9 @@ async def service_state(request: Request) -> Response:
     )
 
 
-async def failed_operations(request: Request) -> Response:
-    service, tenant = service_of(request), tenant_of(request)
-    offset, limit = parse_page(request, 50)
+async def failed_operations(request: ApiRequest) -> Response:
+    service, tenant = request.service, request.tenant
+    offset, limit = request.parse_page(50)
     rows, total = await service.db(service.store.failures, tenant, offset, limit)
     return json_response({"operations": [_failed(row) for row in rows], "cursor": views.cursor(offset, limit, total)})
 
@@ -80,10 +78,10 @@ async def failed_operations(request: Request) -> Response:
 def _queued(service: Service, pending: PendingOperation) -> dict[str, object]:
     state, reason = service.worker.queue_of(pending)
     return {
-        "run_id": pending.run_id,
-        "seq_id": pending.seq_id,
-        "kind": pending.kind,
-        "tokens": pending.tokens,
+        "run_id": pending.row.run_id,
+        "seq_id": pending.row.seq_id,
+        "kind": pending.row.kind,
+        "tokens": pending.row.tokens,
         "waiting_s": service.clock.now() - pending.arrived,
         "state": state,
         "reason": reason,

@@ -8,17 +8,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.http.metrics import OTHER_TENANTS
-from tinkex.server.http.requests import service_of
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.service import Service
 
 
-async def metrics(request: Request) -> Response:
+async def metrics(request: ApiRequest) -> Response:
     """Return the page: without a key where no keys are in use, for any valid key otherwise."""
-    service = service_of(request)
+    service = request.service
     tenant = await service.access.admit(request.scope["headers"])
     service.metrics.checkpoints(*await service.db(service.store.usage))
     encode, content_type = choose_encoder(request.headers.get("accept", ""))

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.engine.contract import ModelInfo
 from tinkex.server.http import views
-from tinkex.server.http.errors import RequestRejected, json_response
-from tinkex.server.http.lookup import find_run, find_sampler, require_text
-from tinkex.server.http.requests import parse_page, read_json, service_of, tenant_of
-from tinkex.server.service import Service
+from tinkex.server.http.errors import json_response
+from tinkex.server.http.fields import require_text
+from tinkex.server.http.requests import ApiRequest
 from tinkex.store.records import CheckpointRecord, RunRecord
 from tinkex.store.store import Store
 
@@ -21,44 +18,37 @@ T = TypeVar("T")
 _PAGE = 500
 
 
-async def list_training_runs(request: Request) -> Response:
+async def list_training_runs(request: ApiRequest) -> Response:
     """Return a page of the tenant's runs. `access_scope` makes no difference: a tenant sees only its own runs."""
-    service, tenant = service_of(request), tenant_of(request)
-    offset, limit = parse_page(request, 20)
+    service, tenant = request.service, request.tenant
+    offset, limit = request.parse_page(20)
     project_id = request.query_params.get("project_id")
     now = service.clock.wall()
 
     def read() -> tuple[list[dict[str, object]], int]:
-        if project_id is None:
-            runs, total = service.store.list_runs(tenant, offset, limit)
-        else:
-            in_project = runs_in_project(service.store, tenant, project_id)
-            runs, total = in_project[offset : offset + limit], len(in_project)
+        runs, total = service.store.list_runs(tenant, offset, limit, project_id)
         return [_view(service.store, run, now) for run in runs], total
 
     views_of_runs, total = await service.db(read)
     return json_response({"training_runs": views_of_runs, "cursor": views.cursor(offset, limit, total)})
 
 
-async def get_training_run(request: Request) -> Response:
-    service = service_of(request)
-    run = await find_run(service, tenant_of(request), request.path_params["run_id"])
+async def get_training_run(request: ApiRequest) -> Response:
+    service = request.service
+    run = await request.find_run(request.path_params["run_id"])
     return json_response(await service.db(_view, service.store, run, service.clock.wall()))
 
 
-async def get_info(request: Request) -> Response:
-    service = service_of(request)
-    run = await find_run(service, tenant_of(request), require_text(await read_json(request), "model_id"), "model")
-    info = views.run_info(run, _served(service, run.base_model))
+async def get_info(request: ApiRequest) -> Response:
+    service = request.service
+    run = await request.find_run(require_text(await request.read_json(), "model_id"), "model")
+    info = views.run_info(run, service.catalog.get(run.base_model))
     # An addition of ours: a client that lost its count (a crash, another process) continues after this number.
     return json_response({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
 
 
-async def get_sampler(request: Request) -> Response:
-    service = service_of(request)
-    return json_response(
-        views.sampler(await find_sampler(service, tenant_of(request), request.path_params["sampler_id"]))
-    )
+async def get_sampler(request: ApiRequest) -> Response:
+    return json_response(views.sampler(await request.find_sampler(request.path_params["sampler_id"])))
 
 
 def pages(read: Callable[[int, int], tuple[list[T], int]]) -> Iterator[T]:
@@ -77,33 +67,10 @@ def checkpoints_of(store: Store, tenant: str, run_id: str | None, now: float) ->
     return pages(lambda offset, limit: store.list_checkpoints(tenant, run_id, offset, limit, now))
 
 
-def runs_in_project(store: Store, tenant: str, project_id: str) -> list[RunRecord]:
-    """Return the runs whose session was assigned to a project."""
-    projects: dict[str, str | None] = {}
-
-    def project(run: RunRecord) -> str | None:
-        if run.session_id not in projects:
-            session = store.get_session(run.session_id)
-            projects[run.session_id] = None if session is None else session.project_id
-        return projects[run.session_id]
-
-    return [
-        run for run in pages(lambda offset, limit: store.list_runs(tenant, offset, limit)) if project(run) == project_id
-    ]
-
-
 def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: float) -> list[CheckpointRecord]:
-    run_ids = {run.id for run in runs_in_project(store, tenant, project_id)}
+    run_ids = {run.id for run in pages(lambda offset, limit: store.list_runs(tenant, offset, limit, project_id))}
     return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in run_ids]
 
 
 def _view(store: Store, run: RunRecord, now: float) -> dict[str, object]:
     return views.training_run(run, checkpoints_of(store, run.tenant, run.id, now))
-
-
-def _served(service: Service, base_model: str) -> ModelInfo | None:
-    """Return the model, or None: that of an old run need not be served any more."""
-    try:
-        return service.catalog.find(base_model)
-    except RequestRejected:
-        return None

@@ -7,23 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec
 from tinkex.server.http.errors import as_rejected, bad_request, json_response
 from tinkex.server.http.event_stream import open_event_stream
-from tinkex.server.http.lookup import find_session, require_text
-from tinkex.server.http.requests import (
-    MAX_JSON_BYTES,
-    optional_object,
-    parse_as,
-    parse_json_object,
-    read_body,
-    read_json,
-    service_of,
-    tenant_of,
-)
+from tinkex.server.http.fields import optional_object, parse_as, parse_json_object, require_seq, require_text
+from tinkex.server.http.requests import MAX_JSON_BYTES, ApiRequest
 from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.sampling.sample_spec import response_of, spec_of
 from tinkex.server.service import Service
@@ -33,14 +23,10 @@ from tinkex.wire import json_codec, sse
 from tinkex.wire.dialect import Dialect
 
 
-async def create_sampling_session(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
-    session = await find_session(service, tenant, require_text(body, "session_id"))
-    number = body.get("sampling_session_seq_id")
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
-        raise bad_request(
-            f"sampling_session_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id"
-        )
+async def create_sampling_session(request: ApiRequest) -> Response:
+    service, tenant, body = request.service, request.tenant, await request.read_json()
+    session = await request.find_session(require_text(body, "session_id"))
+    number = require_seq(body, "sampling_session_seq_id")
     path = body.get("model_path")
     target = await service.sampling.open(tenant, base_model=body.get("base_model"), model_path=path)
     sampler = SamplerRecord(
@@ -61,14 +47,14 @@ async def create_sampling_session(request: Request) -> Response:
     return json_response({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
 
-async def join_sampling_session(request: Request) -> Response:
-    service, body = service_of(request), await read_json(request)
-    sampler, _ = await service.sampling.sampler(tenant_of(request), body.get("sampling_session_id"))
+async def join_sampling_session(request: ApiRequest) -> Response:
+    service, body = request.service, await request.read_json()
+    sampler, _ = await service.sampling.sampler(request.tenant, body.get("sampling_session_id"))
     return json_response({"client_counter": await service.db(service.store.join_sampler, sampler.id)})
 
 
-async def asample(request: Request) -> Response:
-    service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
+async def asample(request: ApiRequest) -> Response:
+    service, tenant, content = request.service, request.tenant, await request.read_body(MAX_JSON_BYTES)
     sample_request, target, spec = await _read(service, tenant, content)
     name: object = (
         sample_request.seq_id if sample_request.seq_id is not None else request.headers.get("x-idempotency-key")
@@ -98,8 +84,8 @@ async def _read(
     return sample_request, target, spec_of(sample_request, target, is_streamed=is_streamed)
 
 
-async def sample_stream(request: Request) -> Response:
-    service, tenant, content = service_of(request), tenant_of(request), await read_body(request, MAX_JSON_BYTES)
+async def sample_stream(request: ApiRequest) -> Response:
+    service, tenant, content = request.service, request.tenant, await request.read_body(MAX_JSON_BYTES)
     sample_request, target, spec = await _read(service, tenant, content, is_streamed=True)
     return await open_event_stream(_events(service.sampling.run(tenant, target, spec), sample_request), _error_event)
 

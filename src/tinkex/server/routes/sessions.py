@@ -7,20 +7,17 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.server.http import views
 from tinkex.server.http.access import api_key_in
 from tinkex.server.http.errors import RequestRejected, json_response
-from tinkex.server.http.lookup import find_session, parse_metadata, require_text
-from tinkex.server.http.requests import parse_as, parse_page, read_json, service_of, tenant_of
+from tinkex.server.http.fields import parse_as, parse_metadata, require_text
+from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes.runs import checkpoints_of
 from tinkex.store.records import SessionRecord
 from tinkex.store.store import Store
@@ -40,11 +37,10 @@ MAX_TELEMETRY_BYTES = 8_000_000
 """Limit for each of two files: the current one, and the one before it."""
 _MAX_LINE_BYTES = 256_000
 _TELEMETRY_FIELDS = ("session_id", "process_uuid", "platform", "sdk_version", "events")
-_PAGE = 200
 
 
-async def create_session(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
+async def create_session(request: ApiRequest) -> Response:
+    service, tenant, body = request.service, request.tenant, await request.read_json()
     metadata = views.metadata(parse_metadata(body)) or {}
     # A request written by hand may lack these, which the SDKs always send.
     create_request = parse_as(CreateSessionRequest, {"tags": [], "sdk_version": "", **body, "user_metadata": metadata})
@@ -61,40 +57,28 @@ async def create_session(request: Request) -> Response:
         display_name=create_request.display_name,
     )
 
-    def create() -> dict[str, Any]:
-        service.store.add_session(session)
-        return {"type": "create_session", "session_id": session.id}
+    key = idempotency_key(request, "create_session")
 
-    return await once(request, "create_session", create)
-
-
-async def once(request: Request, operation: str, create: Callable[[], dict[str, Any]]) -> Response:
-    """Run `create` once per idempotency key: a retry gets the response of the first attempt.
-
-    `create` runs on the store's thread, where nothing else runs between the lookup and the write.
-    """
-    service, tenant = service_of(request), tenant_of(request)
-    key = idempotency_key(request, operation)
-
-    def run() -> bytes:
-        if not key:
-            return orjson.dumps(create())
-        if (known := service.store.recall(tenant, key)) is not None:
+    def create() -> bytes:
+        """Create it once per idempotency key: on the store's thread nothing runs between the lookup and the write."""
+        if key and (known := service.store.recall(tenant, key)) is not None:
             return known
-        return service.store.remember(tenant, key, orjson.dumps(create()), service.clock.wall())
+        service.store.add_session(session)
+        content = orjson.dumps({"type": "create_session", "session_id": session.id})
+        return service.store.remember(tenant, key, content, now) if key else content
 
-    return Response(await service.db(run), media_type="application/json")
+    return Response(await service.db(create), media_type="application/json")
 
 
-def idempotency_key(request: Request, operation: str) -> str:
+def idempotency_key(request: ApiRequest, operation: str) -> str:
     """Return the key under which the response is remembered, or "" if the client sent none."""
     header = request.headers.get("x-idempotency-key", "")
     return f"{operation} {hashlib.sha256(header.encode()).hexdigest()}" if header else ""
 
 
-async def session_heartbeat(request: Request) -> Response:
-    service = service_of(request)
-    session = await find_session(service, tenant_of(request), require_text(await read_json(request), "session_id"))
+async def session_heartbeat(request: ApiRequest) -> Response:
+    service = request.service
+    session = await request.find_session(require_text(await request.read_json(), "session_id"))
     if session.finished is not None:
         raise RequestRejected(
             410, f"Session {session.id} is finished. Create a new one to continue.", "session_finished"
@@ -103,27 +87,27 @@ async def session_heartbeat(request: Request) -> Response:
     return json_response({"type": "session_heartbeat"})
 
 
-async def finish_session(request: Request) -> Response:
+async def finish_session(request: ApiRequest) -> Response:
     """Finish a session. The janitor then evicts its adapters to disk and deletes its ephemeral samplers."""
-    service = service_of(request)
-    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
-    report = parse_as(ClientSessionFinished, {"reason": {"type": "success"}, **await read_json(request)})
+    service = request.service
+    session = await request.find_session(request.path_params["session_id"])
+    report = parse_as(ClientSessionFinished, {"reason": {"type": "success"}, **await request.read_json()})
     if session.finished is None:  # the first report counts: a retry repeats it, a second client is too late
         finished = {"reason": report.reason.model_dump(), "detail": report.detail}
         await service.db(service.store.finish_session, session.id, finished)
     return json_response({})
 
 
-async def list_sessions(request: Request) -> Response:
-    service = service_of(request)
-    offset, limit = parse_page(request, 20)
-    sessions = await service.db(service.store.list_sessions, tenant_of(request), offset, limit)
+async def list_sessions(request: ApiRequest) -> Response:
+    service = request.service
+    offset, limit = request.parse_page(20)
+    sessions = await service.db(service.store.list_sessions, request.tenant, offset, limit)
     return json_response({"sessions": [session.id for session in sessions]})
 
 
-async def get_session(request: Request) -> Response:
-    service = service_of(request)
-    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
+async def get_session(request: ApiRequest) -> Response:
+    service = request.service
+    session = await request.find_session(request.path_params["session_id"])
     runs = await service.db(service.store.runs_of_session, session.id)
     samplers = await service.db(service.store.samplers_of_session, session.id)
     return json_response(
@@ -136,17 +120,16 @@ async def get_session(request: Request) -> Response:
     )
 
 
-async def set_session_project(request: Request) -> Response:
-    service = service_of(request)
-    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
-    project_id = require_text(await read_json(request), "project_id")
+async def set_session_project(request: ApiRequest) -> Response:
+    service = request.service
+    session = await request.find_session(request.path_params["session_id"])
+    project_id = require_text(await request.read_json(), "project_id")
     await service.db(service.store.set_session_project, session.id, project_id)
     return json_response(None)
 
 
-async def session_trace_export(request: Request) -> Response:
-    service = service_of(request)
-    session = await find_session(service, tenant_of(request), request.path_params["session_id"])
+async def session_trace_export(request: ApiRequest) -> Response:
+    session = await request.find_session(request.path_params["session_id"])
     reason = f"This service keeps no trace of session {session.id}. See its log and /metrics instead."
     return json_response({"status": "failed", "url": None, "error": reason})
 
@@ -154,9 +137,9 @@ async def session_trace_export(request: Request) -> Response:
 # -- search ----------------------------------------------------------------------------------------------------------
 
 
-async def search_sessions(request: Request) -> Response:
-    service, tenant = service_of(request), tenant_of(request)
-    search = parse_as(SessionSearchRequest, await read_json(request))
+async def search_sessions(request: ApiRequest) -> Response:
+    service, tenant = request.service, request.tenant
+    search = parse_as(SessionSearchRequest, await request.read_json())
     now = service.clock.wall()
     alive_since = now - service.config.idle_session_s
     matches = await service.db(_search, service.store, tenant, search, alive_since)
@@ -177,21 +160,15 @@ def _search(store: Store, tenant: str, search: SessionSearchRequest, alive_since
     before = None
     if (cursor := search.cursor) is not None:
         before = (cursor.last_created_at.timestamp(), cursor.last_session_id)
-    matches: list[SessionRecord] = []
-    while len(matches) <= search.limit:
-        page = store.search_sessions(
-            tenant,
-            session_id=search.session_id,
-            user_metadata=search.user_metadata,
-            display_name=search.display_name,
-            limit=_PAGE,
-            before=before,
-        )
-        matches += [session for session in page if _matches(session, search, alive_since)]
-        if len(page) < _PAGE:
-            break
-        before = (page[-1].created_at, page[-1].id)
-    return matches[: search.limit + 1]
+    return store.search_sessions(
+        tenant,
+        session_id=search.session_id,
+        user_metadata=search.user_metadata,
+        display_name=search.display_name,
+        limit=search.limit + 1,
+        before=before,
+        matches=lambda session: _matches(session, search, alive_since),
+    )
 
 
 def _matches(session: SessionRecord, search: SessionSearchRequest, alive_since: float) -> bool:
@@ -222,10 +199,10 @@ def _checkpoint_usage(store: Store, session: SessionRecord, now: float) -> tuple
 # -- telemetry -------------------------------------------------------------------------------------------------------
 
 
-async def telemetry(request: Request) -> Response:
+async def telemetry(request: ApiRequest) -> Response:
     """Append telemetry to a file on this machine; it is sent nowhere. Official clients retry forever if this fails."""
-    service, body = service_of(request), await read_json(request)
-    origin = {"at": views.time_text(service.clock.wall()), "tenant": tenant_of(request)}
+    service, body = request.service, await request.read_json()
+    origin = {"at": views.time_text(service.clock.wall()), "tenant": request.tenant}
     line = orjson.dumps({**origin, **{name: body[name] for name in _TELEMETRY_FIELDS if name in body}})
     if len(line) > _MAX_LINE_BYTES:
         line = orjson.dumps({**origin, "left_out_bytes": len(line)})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.engine.frames import Frame
@@ -14,21 +14,19 @@ from tinkex.engine.messages import pass_frame
 from tinkex.errors import ValidationError
 from tinkex.rules import limits
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response
-from tinkex.server.http.lookup import find_readable_checkpoint, find_session, parse_metadata, parse_ttl, require_text
-from tinkex.server.http.requests import (
-    IN_THREAD_BYTES,
+from tinkex.server.http.fields import (
     optional_object,
     parse_as,
     parse_json_object,
-    read_body,
-    read_json,
-    service_of,
-    tenant_of,
+    parse_metadata,
+    require_seq,
+    require_text,
 )
+from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
 from tinkex.server.service import Service
 from tinkex.server.training.checks import check_data
 from tinkex.server.training.run_queue import RunQueue
-from tinkex.store.records import RunRecord
+from tinkex.store.records import CheckpointRecord, RunRecord, lora_of
 from tinkex.types.training import AdamParams, ForwardBackwardRequest, ForwardRequest, LoraConfig
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 from tinkex.wire import proto_codec
@@ -36,110 +34,103 @@ from tinkex.wire.body import PROTOBUF
 
 ADAM_DEFAULTS = AdamParams().model_dump()
 """Old clients leave settings out."""
+Content = tuple[bytes, dict[str, Any], int]
+"""Of an operation: the command for the engine, what the server needs besides it, and how many tokens there are."""
 
 
-async def create_model(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
-    info = service.catalog.find(body.get("base_model"))
+async def create_model(request: ApiRequest) -> Response:
+    body = await request.read_json()
+    info = request.service.catalog.find(body.get("base_model"))
     optimizer = (optional_object(body, "optimizer_config") or {}).get("type", "adamw")
     if optimizer != "adamw":
         raise bad_request(f"The optimizer {str(optimizer)[:50]!r} is not offered here; adamw is.", "not_offered")
     lora = parse_as(LoraConfig, {"rank": 32, **(optional_object(body, "lora_config") or {})})
-    flags = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
-    limits.check_lora(lora.rank, **flags, model=info.name, hidden_size=info.hidden_size)
-    run = await _new_run(service, tenant, body, info.name, lora.rank, lora.seed, lora)
-    return await _created(service, run, "create_model", {"seed": lora.seed})
+    limits.check_lora(**lora_of(lora), model=info.name, hidden_size=info.hidden_size)
+    return await _create(request, body, "create_model", {"seed": lora.seed}, info.name, lora.seed, lora)
 
 
-async def _new_run(
-    service: Service, tenant: str, body: dict[str, Any], base: str, rank: int, seed: int | None, flags: Any
-) -> RunRecord:
-    session, number = await find_session(service, tenant, require_text(body, "session_id")), body.get("model_seq_id")
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
-        raise bad_request(f"model_seq_id must be a whole number from 0 on, got {str(number)[:50]!r}.", "bad_seq_id")
-    now = service.clock.wall()
-    return RunRecord(
+async def _create(
+    request: ApiRequest,
+    body: dict[str, Any],
+    kind: str,
+    options: dict[str, Any],
+    base: str,
+    seed: int | None,
+    lora: LoraConfig | CheckpointRecord,
+) -> Response:
+    """Submit the creation of a run, with the layers and the rank of `lora`."""
+    session = await request.find_session(require_text(body, "session_id"))
+    number, now = require_seq(body, "model_seq_id"), request.service.clock.wall()
+    run = RunRecord(
         id=f"{session.id}:train:{number}",
-        tenant=tenant,
+        tenant=request.tenant,
         session_id=session.id,
         base_model=base,
-        rank=rank,
+        **lora_of(lora),
         # Without a seed it is the run's number in its session: the same program gives the same numbers twice.
         seed=number if seed is None else seed % (1 << 63),
-        train_attn=flags.train_attn,
-        train_mlp=flags.train_mlp,
-        train_unembed=flags.train_unembed,
         created_at=now,
         last_request_at=now,
         user_metadata=parse_metadata(body) or None,
     )
-
-
-async def _created(service: Service, run: RunRecord, kind: str, options: dict[str, Any]) -> Response:
-    request_id = await service.intake.create(run, kind, options)
+    request_id = await request.service.intake.create(run, kind, options)
     return json_response({"request_id": request_id, "model_id": run.id})
 
 
-async def unload_model(request: Request) -> Response:
-    service, body = service_of(request), await read_json(request)
-    queue = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
-    return await _submit(service, queue, body, "unload_model", lambda: (b"", {}, 0))
+async def unload_model(request: ApiRequest) -> Response:
+    return await _operation(request, await request.read_json(), "unload_model", lambda queue: (b"", {}, 0))
 
 
-async def forward(request: Request) -> Response:
+async def forward(request: ApiRequest) -> Response:
     return await _pass(request, "forward")
 
 
-async def forward_backward(request: Request) -> Response:
+async def forward_backward(request: ApiRequest) -> Response:
     return await _pass(request, "forward_backward")
 
 
-async def _pass(request: Request, kind: str) -> Response:
+async def _pass(request: ApiRequest, kind: str) -> Response:
     """Submit a forward pass, with or without backward. A protobuf body says which of the two it is."""
-    service, tenant, content = service_of(request), tenant_of(request), await read_body(request)
+    service, content = request.service, await request.read_body()
     is_protobuf = PROTOBUF in request.headers.get("content-type", "").lower()
-    read = _read_protobuf if is_protobuf else _read_json
-    decoded = await asyncio.to_thread(read, content, kind) if len(content) > IN_THREAD_BYTES else read(content, kind)
+    read, is_large = _read_protobuf if is_protobuf else _read_json, len(content) > IN_THREAD_BYTES
+    decoded = await asyncio.to_thread(read, content, kind) if is_large else read(content, kind)
     if decoded.error is not None and decoded.model_id is None:
         raise decoded.error  # its run is unknown
-    queue = await service.intake.run_queue(tenant, decoded.model_id)
+    queue = await service.intake.run_queue(request.tenant, decoded.model_id)
     model = service.catalog.find(queue.run.base_model)
 
-    def make() -> tuple[bytes, dict[str, Any], int]:
+    def make(queue: RunQueue) -> Content:
         if decoded.error is not None:
             raise decoded.error
-        batch = decoded.batch
-        is_forward = decoded.kind == "forward"
+        batch, is_forward = decoded.batch, decoded.kind == "forward"
         tokens = check_data(batch.data, batch.loss_fn, batch.loss_fn_config, model, is_forward=is_forward)
         frame = pass_frame(decoded.kind, queue.run.id, batch.data, batch.loss_fn, batch.loss_fn_config)
         return frame.encode(), {}, tokens
 
-    fields = {"seq_id": decoded.seq_id}
-    return await _submit(service, queue, fields, decoded.kind, make, in_thread=len(content) > IN_THREAD_BYTES)
+    return await _submit(service, queue, decoded.seq_id, decoded.kind, make, in_thread=is_large)
 
 
+@dataclass(slots=True)
 class _PassRequest:
     """A decoded pass. An error in its data is stored, because the run must learn that its number arrived."""
 
-    __slots__ = ("batch", "error", "kind", "model_id", "seq_id")
-
-    def __init__(self, kind: str, model_id: object, seq_id: object) -> None:
-        self.kind, self.model_id, self.seq_id = kind, model_id, seq_id
-        self.batch: Any = None
-        self.error: RequestRejected | None = None
+    kind: str
+    model_id: object
+    seq_id: object
+    batch: Any = None
+    error: RequestRejected | None = None
 
 
 def _read_protobuf(content: bytes, kind: str) -> _PassRequest:
     try:
         request = proto_codec.decode_forward_backward_request(content)
     except ValidationError as error:
-        decoded = _PassRequest(kind, *proto_codec.peek_forward_backward_request(content))
-        decoded.error = bad_request(str(error), error.code)
-        return decoded
-    is_forward = isinstance(request, ForwardRequest)
-    decoded = _PassRequest("forward" if is_forward else "forward_backward", request.model_id, request.seq_id)
-    decoded.batch = request.forward_input if isinstance(request, ForwardRequest) else request.forward_backward_input
-    return decoded
+        model_id, seq_id = proto_codec.peek_forward_backward_request(content)
+        return _PassRequest(kind, model_id, seq_id, error=bad_request(str(error), error.code))
+    if isinstance(request, ForwardRequest):
+        return _PassRequest("forward", request.model_id, request.seq_id, request.forward_input)
+    return _PassRequest("forward_backward", request.model_id, request.seq_id, request.forward_backward_input)
 
 
 def _read_json(content: bytes, kind: str) -> _PassRequest:
@@ -155,15 +146,13 @@ def _read_json(content: bytes, kind: str) -> _PassRequest:
     return decoded
 
 
-async def optim_step(request: Request) -> Response:
-    service, body = service_of(request), await read_json(request)
-    queue = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
+async def optim_step(request: ApiRequest) -> Response:
+    body = await request.read_json()
 
-    def make() -> tuple[bytes, dict[str, Any], int]:
-        command = {"op": "optim_step", "adapter": queue.run.id, **_adam(body)}
-        return Frame(command).encode(), {}, 0
+    def make(queue: RunQueue) -> Content:
+        return Frame({"op": "optim_step", "adapter": queue.run.id, **_adam(body)}).encode(), {}, 0
 
-    return await _submit(service, queue, body, "optim_step", make)
+    return await _operation(request, body, "optim_step", make)
 
 
 def _adam(body: dict[str, Any]) -> dict[str, float]:
@@ -178,49 +167,48 @@ def _adam(body: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in params.items()}
 
 
-async def save_weights(request: Request) -> Response:
+async def save_weights(request: ApiRequest) -> Response:
     return await _save(request, "save_weights")
 
 
-async def save_weights_external(request: Request) -> Response:
+async def save_weights_external(request: ApiRequest) -> Response:
     return await _save(request, "save_weights_external")
 
 
-async def save_weights_for_sampler(request: Request) -> Response:
+async def save_weights_for_sampler(request: ApiRequest) -> Response:
     return await _save(request, "save_weights_for_sampler")
 
 
-async def _save(request: Request, kind: str) -> Response:
-    service, body = service_of(request), await read_json(request)
-    queue = await service.intake.run_queue(tenant_of(request), body.get("model_id"))
-
-    def make() -> tuple[bytes, dict[str, Any], int]:
-        if body.get("age_encryption_recipients"):
-            raise bad_request(
-                "age encryption is not offered here. Encrypt the files after the download.", "not_offered"
-            )
-        number = body.get("sampling_session_seq_id")
-        if kind == "save_weights_for_sampler" and body.get("path") is None and number is not None:
-            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
-                raise bad_request("sampling_session_seq_id must be a whole number from 0 on.", "bad_seq_id")
-            return b"", {"sampling_session_seq_id": number}, 0
-        options = {
-            "name": limits.check_name(body.get("path")),
-            "overwrite": body.get("overwrite"),
-            "ttl_seconds": parse_ttl(body),
-            "user_metadata": parse_metadata(body) or None,
-        }
-        return b"", options, 0
-
-    return await _submit(service, queue, body, kind, make)
+async def _save(request: ApiRequest, kind: str) -> Response:
+    body = await request.read_json()
+    return await _operation(request, body, kind, lambda queue: (b"", _save_options(body, kind), 0))
 
 
-async def load_weights(request: Request) -> Response:
-    service, tenant, body = service_of(request), tenant_of(request), await read_json(request)
-    if body.get("model_id") is None and body.get("session_id") is not None:
-        return await _create_from(service, tenant, body)
-    queue = await service.intake.run_queue(tenant, body.get("model_id"))
-    return await _submit(service, queue, body, "load_weights", lambda: (b"", _load_options(body), 0))
+def _save_options(body: dict[str, Any], kind: str) -> dict[str, Any]:
+    if body.get("age_encryption_recipients"):
+        raise bad_request("age encryption is not offered here. Encrypt the files after the download.", "not_offered")
+    number = body.get("sampling_session_seq_id")
+    if kind == "save_weights_for_sampler" and body.get("path") is None and number is not None:
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
+            raise bad_request("sampling_session_seq_id must be a whole number from 0 on.", "bad_seq_id")
+        return {"sampling_session_seq_id": number}
+    return {
+        "name": limits.check_name(body.get("path")),
+        "overwrite": body.get("overwrite"),
+        "ttl_seconds": limits.check_ttl(body.get("ttl_seconds")),
+        "user_metadata": parse_metadata(body) or None,
+    }
+
+
+async def load_weights(request: ApiRequest) -> Response:
+    """Load weights into a run, or create a run from them, in one request."""
+    body = await request.read_json()
+    if body.get("model_id") is not None or body.get("session_id") is None:
+        return await _operation(request, body, "load_weights", lambda queue: (b"", _load_options(body), 0))
+    options = _load_options(body)
+    source = await request.find_readable_checkpoint(options["path"])
+    base = request.service.catalog.find(source.base_model).name
+    return await _create(request, body, "load_model", options, base, 0, source)
 
 
 def _load_options(body: dict[str, Any]) -> dict[str, Any]:
@@ -232,31 +220,29 @@ def _load_options(body: dict[str, Any]) -> dict[str, Any]:
     return {"path": path, "optimizer": body.get("optimizer") is True}
 
 
-async def _create_from(service: Service, tenant: str, body: dict[str, Any]) -> Response:
-    """Create a run from saved weights, in one request."""
-    options = _load_options(body)
-    source = await find_readable_checkpoint(service, tenant, options["path"])
-    base = service.catalog.find(source.base_model).name
-    run = await _new_run(service, tenant, body, base, source.rank, 0, source)
-    return await _created(service, run, "load_model", options)
+async def _operation(
+    request: ApiRequest, body: dict[str, Any], kind: str, make: Callable[[RunQueue], Content]
+) -> Response:
+    """Submit an operation on the run that a JSON body names."""
+    queue = await request.service.intake.run_queue(request.tenant, body.get("model_id"))
+    return await _submit(request.service, queue, body.get("seq_id"), kind, make)
 
 
 async def _submit(
     service: Service,
     queue: RunQueue,
-    fields: dict[str, Any],
+    seq_id: Any,
     kind: str,
-    make: Callable[[], tuple[bytes, dict[str, Any], int]],
+    make: Callable[[RunQueue], Content],
     *,
     in_thread: bool = False,
 ) -> Response:
-    """Build the command and submit it.
+    """Make the content of an operation and submit it: every operation of every run comes through here.
 
     A sequence number whose content is rejected counts as arrived, so that the next one does not wait for it.
     """
-    seq_id = fields.get("seq_id")
     try:
-        command, options, tokens = await asyncio.to_thread(make) if in_thread else make()
+        command, options, tokens = await asyncio.to_thread(make, queue) if in_thread else make(queue)
     except (RequestRejected, ValidationError) as error:
         rejected = error if isinstance(error, RequestRejected) else bad_request(str(error), error.code)
         await service.intake.reject(queue, seq_id, kind, rejected)

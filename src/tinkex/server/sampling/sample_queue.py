@@ -22,6 +22,7 @@ from tinkex.engine.contract import Engine, EngineDied, EngineFault, ModelInfo, S
 from tinkex.server.http.errors import bad_request, not_found, too_many_requests
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.training.scheduler import Shares
+from tinkex.server.training.waiters import wait_in, wake
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
@@ -54,7 +55,6 @@ class SampleTarget:
 
     info: ModelInfo
     weights: str | None = None
-    model_path: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +84,8 @@ class PolledSample:
     job: SampleJob
     targets_layout: TensorData | None = None
     """The request's target tokens: the response has their layout."""
+    key: object = None
+    """By which a repeated request is known; None if the client sent none."""
     result: Sampled | None = None
     error: tuple[str, str] | None = None
     finished: float | None = None
@@ -127,13 +129,6 @@ class Completions:
         wake(self.waiters)
 
 
-def wake(waiters: set[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-    waiters.clear()
-
-
 class Sampling:
     def __init__(
         self,
@@ -150,15 +145,15 @@ class Sampling:
         self._data_dir = Path(config.data_dir)
         self._queues: dict[str, deque[SampleJob]] = {}
         self._shares = Shares()
-        self._rows = 0
+        self.running = 0
         """Sequences that are in the engine."""
-        self._queued_rows = 0
+        self.queued = 0
+        """Sequences that wait."""
         self._rows_of: dict[str, int] = {}
         """Sequences in the engine and in the queue, by tenant."""
         self._tasks: set[asyncio.Task[int | None]] = set()
         self._samples: OrderedDict[str, PolledSample] = OrderedDict()
         self._by_key: dict[object, PolledSample] = {}
-        self._keys: dict[str, object] = {}
         self._kept_bytes = 0
         self._completions: OrderedDict[str, Completions] = OrderedDict()
         self._checked: dict[str, tuple[float, SamplerRecord, SampleTarget]] = {}
@@ -184,7 +179,7 @@ class Sampling:
             raise not_found("checkpoint", model_path)
         if saved.kind != "sampler_weights":
             raise bad_request(f"{model_path[:200]} was not saved for sampling.", "bad_path")
-        return SampleTarget(self._catalog.find(saved.base_model), str(self._data_dir / saved.folder), model_path)
+        return SampleTarget(self._catalog.find(saved.base_model), str(self._data_dir / saved.folder))
 
     async def sampler(self, tenant: str, sampler_id: object) -> tuple[SamplerRecord, SampleTarget]:
         """Return a sampling session of this tenant, and what it samples from."""
@@ -225,18 +220,17 @@ class Sampling:
 
         def settle(event: SampleEvent | Exception) -> None:
             if isinstance(event, Sampled):
-                sample.result = event
-                self._settled(sample)
+                self._settle(sample, result=event)
+            elif isinstance(event, EngineFault):
+                self._settle(sample, error=(str(event), event.category))
             elif isinstance(event, Exception):
-                sample.error = _error_and_category(event)
-                self._settled(sample)
+                self._settle(sample, error=("The service failed to sample; its log says why.", "server"))
 
-        sample = PolledSample(sample_id, tenant, sampler_id, SampleJob(tenant, target, spec, settle), layout)
+        sample = PolledSample(sample_id, tenant, sampler_id, SampleJob(tenant, target, spec, settle), layout, key)
         self._enqueue(sample.job)
         self._samples[sample_id] = sample
         if key is not None:
             self._by_key[key] = sample
-            self._keys[sample_id] = key
         return sample
 
     def find(self, tenant: str, request_id: str) -> PolledSample | None:
@@ -246,7 +240,7 @@ class Sampling:
     async def wait(self, sample: PolledSample, seconds: float) -> None:
         """Wait until it is done or the time is up."""
         if not sample.is_done:
-            await _wait(sample.waiters, seconds)
+            await wait_in(sample.waiters, seconds)
 
     async def completed(
         self, sampler_id: str, cursor: int, seconds: float
@@ -256,26 +250,27 @@ class Sampling:
         if cursor > done.first + len(done.ids) or cursor < 0:
             cursor = done.first  # a cursor from before a restart: begin again, the client knows what it has
         if cursor >= done.first + len(done.ids):
-            await _wait(done.waiters, seconds)
+            await wait_in(done.waiters, seconds)
         start = max(cursor - done.first, 0)
         return list(done.ids)[start:], done.first + len(done.ids)
 
     def cancel(self, sample: PolledSample) -> None:
         if not sample.is_done:
             self._cancel(sample.job)
-            sample.error = ("Cancelled by the client.", "user")
-            self._settled(sample)
+            self._settle(sample, error=("Cancelled by the client.", "user"))
 
     def queue_of(self, sample: PolledSample) -> tuple[str, str]:
         state = self._engine.state
         if not state.is_ready:
             return "paused_capacity", f"the engine is not ready: {state.reason}"
         if sample.job.task is None:
-            return "active", f"{self._queued_rows} sequences are waiting, {self._rows} are being sampled"
+            return "active", f"{self.queued} sequences are waiting, {self.running} are being sampled"
         return "active", "being sampled"
 
-    def _settled(self, sample: PolledSample) -> None:
-        sample.finished = self._clock.now()
+    def _settle(
+        self, sample: PolledSample, result: Sampled | None = None, error: tuple[str, str] | None = None
+    ) -> None:
+        sample.result, sample.error, sample.finished = result, error, self._clock.now()
         wake(sample.waiters)
         if sample.sampler_id:
             self._completions_of(sample.sampler_id).add(sample.id, "finished" if sample.error is None else "failed")
@@ -310,7 +305,7 @@ class Sampling:
                 return
             del self._samples[oldest.id]
             self._kept_bytes -= oldest.size_bytes
-            self._by_key.pop(self._keys.pop(oldest.id, None), None)
+            self._by_key.pop(oldest.key, None)
 
     # ── Requests that are streamed
 
@@ -335,17 +330,9 @@ class Sampling:
 
     # ── The queue
 
-    @property
-    def queued(self) -> int:
-        return self._queued_rows
-
-    @property
-    def running(self) -> int:
-        return self._rows
-
     def _enqueue(self, job: SampleJob) -> None:
         rows, limit = job.spec.num_samples, self._config.max_queued_samples
-        total, own = self._queued_rows + self._rows, self._rows_of.get(job.tenant, 0)
+        total, own = self.queued + self.running, self._rows_of.get(job.tenant, 0)
         # A tenant with less than an even share is let in although another has filled the queue.
         share = limit // len({*self._rows_of, job.tenant})
         if total + rows > limit and own and own + rows > share:
@@ -355,9 +342,16 @@ class Sampling:
                 "too_many_samples",
             )
         self._queues.setdefault(job.tenant, deque()).append(job)
-        self._queued_rows += rows
+        self.queued += rows
         self._rows_of[job.tenant] = own + rows
         self._pump()
+
+    def _dequeue(self, job: SampleJob) -> None:
+        queue = self._queues[job.tenant]
+        queue.remove(job)
+        if not queue:
+            del self._queues[job.tenant]
+        self.queued -= job.spec.num_samples
 
     def _release(self, job: SampleJob) -> None:
         self._rows_of[job.tenant] -= job.spec.num_samples
@@ -367,15 +361,12 @@ class Sampling:
     def _pump(self) -> None:
         """Start jobs while the engine has room."""
         window = 2 * self._config.max_rows
-        while self._queues and (self._rows < window):
+        while self._queues and (self.running < window):
             tenant = self._shares.pick(self._queues)
-            queue = self._queues[tenant]
-            job = queue.popleft()
-            if not queue:
-                del self._queues[tenant]
-            self._queued_rows -= job.spec.num_samples
+            job = self._queues[tenant][0]
+            self._dequeue(job)
             self._shares.charge(tenant, job.cost)
-            self._rows += job.spec.num_samples
+            self.running += job.spec.num_samples
             job.task = asyncio.create_task(self._sample(job))
             self._tasks.add(job.task)
             job.task.add_done_callback(partial(self._ended, job))
@@ -383,7 +374,7 @@ class Sampling:
     def _ended(self, job: SampleJob, task: asyncio.Task[int | None]) -> None:
         """Not in the task's own `finally`: a task that is cancelled before its first step never gets there."""
         self._tasks.discard(task)
-        self._rows -= job.spec.num_samples
+        self.running -= job.spec.num_samples
         self._release(job)
         sampled = None if task.cancelled() else task.result()
         outcome = "cancelled" if task.cancelled() else "failed" if sampled is None else "done"
@@ -425,11 +416,8 @@ class Sampling:
         job.is_cancelled = True
         if job.task is not None:
             job.task.cancel()
-        elif job in (queue := self._queues.get(job.tenant, deque())):
-            queue.remove(job)
-            if not queue:
-                del self._queues[job.tenant]
-            self._queued_rows -= job.spec.num_samples
+        elif job in self._queues.get(job.tenant, ()):
+            self._dequeue(job)
             self._release(job)
 
     def wake_all(self) -> None:
@@ -443,18 +431,3 @@ class Sampling:
         """Give the samples in the engine so many seconds to finish."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
-
-
-def _error_and_category(error: Exception) -> tuple[str, str]:
-    if isinstance(error, EngineFault):
-        return str(error), error.category
-    return "The service failed to sample; its log says why.", "server"
-
-
-async def _wait(waiters: set[asyncio.Future[None]], seconds: float) -> None:
-    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiters.add(waiter)
-    try:
-        await asyncio.wait([waiter], timeout=seconds)
-    finally:
-        waiters.discard(waiter)

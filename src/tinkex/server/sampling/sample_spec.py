@@ -119,7 +119,6 @@ def _targets(tensor: TensorData | None, info: ModelInfo) -> tuple[tuple[int, ...
 
 
 def response_of(result: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
-    """Return the response to the client."""
     sequences = [
         SampledSequence.from_buffers(
             row.stop_reason,

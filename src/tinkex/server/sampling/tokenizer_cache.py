@@ -43,8 +43,6 @@ class Tokenizers:
 
 
 class ModelTokenizer:
-    """One model's tokenizer and chat template."""
-
     def __init__(self, name: str, folder: Path, clock: Clock = REAL) -> None:
         import tokenizers
 
@@ -82,9 +80,6 @@ class ModelTokenizer:
         if known is None:
             known = self._bytes[id] = self._bytes_of(id)
         return known
-
-    def token_text(self, id: int) -> str:
-        return self.token_bytes(id).decode("utf-8", "replace")
 
     def _bytes_of(self, id: int) -> bytes:
         if id in self._special:

@@ -6,11 +6,9 @@
 Others import:
     intake            Intake: accepts operations into the journal
     worker            Worker: runs them; what is queued, paused or active
-    operation_runner  OperationRunner: what each kind of operation does
-    residency         Residency: which adapters the engine holds
-    waiters           Waiters, FinishedOperation: long polls and results
+    waiters           Waiters, OperationResult: long polls and results
     run_queue         RunQueue, PendingOperation: one run's operations
     scheduler         Shares: fairness between tenants, also for samples
-    checks            check_data, check_prompt, check_name: what a request may contain
+    checks            check_data, check_text: what a request may contain
     steps             steps_of, thinned: a journal as optimizer steps
 """

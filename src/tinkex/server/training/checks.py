@@ -30,7 +30,10 @@ def check_data(
     losses.check_loss_name(loss_fn)
     total = targets = 0
     for index, datum in enumerate(data):
-        length = check_prompt(datum.model_input, model, f"data[{index}].model_input")
+        prompt, where = datum.model_input, f"data[{index}].model_input"
+        check_text(prompt, model, where)
+        length = prompt.length
+        limits.check_length(where, length, model.name, model.max_context_length)
         total += length
         losses.check_datum(index, length, datum.loss_fn_inputs, loss_fn, allows_extra=is_forward)
         tensor = datum.loss_fn_inputs[losses.TARGETS]
@@ -39,13 +42,6 @@ def check_data(
         losses.check_total_targets(index, targets)
     losses.check_config(loss_fn, config or {})
     return total
-
-
-def check_prompt(prompt: ModelInput, model: ModelInfo, where: str) -> int:
-    """Return how many tokens a prompt has: text alone, known tokens, within the context."""
-    check_text(prompt, model, where)
-    limits.check_length(where, prompt.length, model.name, model.max_context_length)
-    return prompt.length
 
 
 def check_text(prompt: ModelInput, model: ModelInfo, where: str) -> None:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 from uuid import uuid4
 
 import orjson
 
 from tinkex.clock import Clock
 from tinkex.server.http.errors import RequestRejected, bad_request, not_found, too_many_requests
-from tinkex.server.training.run_queue import RunQueue, Taken, pending_of
+from tinkex.server.training.run_queue import PendingOperation, RunQueue, Taken
 from tinkex.server.training.scheduler import cost_of
 from tinkex.server.training.worker import Worker
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
 from tinkex.store.errors import Duplicate
-from tinkex.store.records import OperationRecord, RunRecord
+from tinkex.store.records import OperationRecord, RunRecord, lora_of
 from tinkex.store.store import Store
 
 KEPT_COMMAND_BYTES = 1 << 20
@@ -47,36 +49,22 @@ class Intake:
 
     async def create(self, run: RunRecord, kind: str, options: dict[str, Any]) -> str:
         """Create a run; a repeated request returns the same one."""
-        creation = OperationRecord(
-            request_id=new_id(),
-            run_id=run.id,
-            tenant=run.tenant,
-            seq_id=0,
-            kind=kind,
-            digest=digest_of(kind, b"", {**options, **_identity(run)}),
-            created_at=self._clock.wall(),
-            options=options,
-        )
-        key = (run.id, 0)
-        if (arriving := self._arriving.get(key)) is not None:
+        # Not the seed: the service chooses one if the client sends none.
+        digest = digest_of(kind, b"", {**options, "base_model": run.base_model, **lora_of(run)})
+        creation = self._row(run, 0, kind, digest, options=options)
+        if (arriving := self._arriving.get((run.id, 0))) is not None:
             return await asyncio.shield(arriving)
-        arriving = self._arriving[key] = asyncio.get_running_loop().create_future()
-        try:
+        with self._arrival(creation) as arriving:
             if (known := await self._worker.run_queue(run.id)) is not None:
                 if known.run.tenant != run.tenant:
                     raise not_found("session", run.session_id)
-                request_id = self._repeated(run.id, 0, known.taken[0], creation.digest)
+                request_id = self._repeated(creation, known.taken[0])
             else:
                 await self._db(self._store.add_run, run, creation, b"")
-                await self._worker.adopt(run.id)
+                await self._worker.run_queue(run.id)
                 request_id = creation.request_id
             arriving.set_result(request_id)
             return request_id
-        except BaseException as error:
-            _set_error(arriving, error)
-            raise
-        finally:
-            del self._arriving[key]
 
     async def submit(
         self,
@@ -90,82 +78,80 @@ class Intake:
     ) -> str:
         """Write an operation to the journal, then put it into its queue. Return the request id."""
         options = options or {}
-        number = check_seq(seq_id, queue)
+        if seq_id is not None and not is_seq(seq_id):
+            raise bad_request(f"seq_id must be a whole number from 1 on, got {str(seq_id)[:50]!r}.", "bad_seq_id")
+        number = queue.next_number() if seq_id is None else seq_id
         while seq_id is None and (queue.run.id, number) in self._arriving:
             number += 1  # two requests without numbers of their own are two operations
+        cost = cost_of(kind, tokens)
         digest = digest_of(kind, command, options)
-        key = (queue.run.id, number)
-        if (arriving := self._arriving.get(key)) is not None:
+        row = self._row(queue.run, number, kind, digest, cost_tokens=cost, tokens=tokens, options=options)
+        if (arriving := self._arriving.get((row.run_id, number))) is not None:
             await asyncio.shield(arriving)  # another attempt of it is on its way into the journal
         if (taken := queue.taken.get(number)) is not None and not taken.is_rejected:
-            return self._repeated(queue.run.id, number, taken, digest)
+            return self._repeated(row, taken)
         self._check_open(queue)
-        row = OperationRecord(
-            request_id=new_id(),
-            run_id=queue.run.id,
-            tenant=queue.run.tenant,
-            seq_id=number,
-            kind=kind,
-            digest=digest,
-            created_at=self._clock.wall(),
-            cost_tokens=cost_of(kind, tokens),
-            tokens=tokens,
-            options=options,
-        )
-        arriving = self._arriving[key] = asyncio.get_running_loop().create_future()
-        try:
+        with self._arrival(row) as arriving:
             request_id = await self._accept(queue, row, command)
             arriving.set_result(request_id)
             return request_id
+
+    @contextmanager
+    def _arrival(self, row: OperationRecord) -> Iterator[asyncio.Future[str]]:
+        """Let other attempts of an operation wait until this one is in the journal; its error is theirs too."""
+        key = (row.run_id, row.seq_id)
+        arriving = self._arriving[key] = asyncio.get_running_loop().create_future()
+        try:
+            yield arriving
         except BaseException as error:
-            _set_error(arriving, error)
+            arriving.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
+            arriving.exception()  # read once: asyncio logs exceptions that nothing awaited, and nothing may await this
             raise
         finally:
             del self._arriving[key]
 
     async def _accept(self, queue: RunQueue, row: OperationRecord, command: bytes) -> str:
-        number, digest = row.seq_id, row.digest
         try:
             await self._db(self._store.add_operation, row, command)
         except Duplicate as duplicate:  # an earlier attempt was stored, only its confirmation was lost
             existing = duplicate.existing
-            known = Taken(existing.request_id, existing.digest)
-            row = replace(row, request_id=self._repeated(row.run_id, number, known, digest))
+            row = replace(row, request_id=self._repeated(row, Taken(existing.request_id, existing.digest)))
             if existing.state != "queued":
                 return row.request_id  # it ended long ago: the queue has forgotten its number
-        if queue.is_late(number):
-            queue.taken[number] = Taken(row.request_id, digest)
-            await self._worker.fail(row.request_id, row.tenant, queue.late_reason(number), "user")
+        if queue.is_late(row.seq_id):
+            queue.taken[row.seq_id] = Taken(row.request_id, row.digest)
+            await self._worker.fail(row, queue.late_reason(row.seq_id), "user")
             return row.request_id
-        pending = pending_of(row, self._clock.now())
-        pending.command = command if len(command) <= KEPT_COMMAND_BYTES else None
-        queue.add(pending, digest)
+        pending = PendingOperation(row, self._clock.now(), command if len(command) <= KEPT_COMMAND_BYTES else None)
+        queue.add(pending)
         self._worker.enqueue(pending)
         return row.request_id
 
     async def reject(self, queue: RunQueue, seq_id: object, kind: str, error: RequestRejected) -> None:
         """Note a number that came in with content that cannot run: the run does not wait for it."""
-        if not isinstance(seq_id, int) or isinstance(seq_id, bool) or not 0 < seq_id <= MAX_SEQ:
+        if (
+            not is_seq(seq_id)
+            or seq_id in queue.taken
+            or queue.is_late(seq_id)
+            or (queue.run.id, seq_id) in self._arriving
+        ):
             return
-        if seq_id in queue.taken or queue.is_late(seq_id) or (queue.run.id, seq_id) in self._arriving:
-            return
-        now = self._clock.wall()
-        row = OperationRecord(
-            request_id=new_id(),
-            run_id=queue.run.id,
-            tenant=queue.run.tenant,
+        row = self._row(queue.run, seq_id, kind, "", state="refused", error=error.detail, category=error.category)
+        queue.taken[seq_id] = Taken(row.request_id, "", is_rejected=True)
+        await self._db(self._store.add_operation, replace(row, finished_at=row.created_at), None)
+        self._worker.wake()
+
+    def _row(self, run: RunRecord, seq_id: int, kind: str, digest: str, **rest: Any) -> OperationRecord:
+        return OperationRecord(
+            request_id=f"op-{uuid4().hex}",
+            run_id=run.id,
+            tenant=run.tenant,
             seq_id=seq_id,
             kind=kind,
-            digest="",
-            state="refused",
-            created_at=now,
-            finished_at=now,
-            error=error.detail,
-            category=error.category,
+            digest=digest,
+            created_at=self._clock.wall(),
+            **rest,
         )
-        queue.reject(seq_id, row.request_id, "")
-        await self._db(self._store.add_operation, row, None)
-        self._worker.wake()
 
     def _check_open(self, queue: RunQueue) -> None:
         run = queue.run
@@ -184,24 +170,19 @@ class Intake:
             )
 
     @staticmethod
-    def _repeated(run_id: str, number: int, taken: Taken, digest: str) -> str:
+    def _repeated(row: OperationRecord, taken: Taken) -> str:
         """Return the request id of an earlier attempt, if that had the same content."""
-        if taken.digest != digest:
+        if taken.digest != row.digest:
             raise bad_request(
-                f"Model {run_id} already received operation {number} with different content. "
+                f"Model {row.run_id} already received operation {row.seq_id} with different content. "
                 "Use a new seq_id for new work; a repeated attempt must repeat the same content.",
                 "conflict",
             )
         return taken.request_id
 
 
-def check_seq(seq_id: object, queue: RunQueue) -> int:
-    """Return the operation's number; without one it goes to the end."""
-    if seq_id is None:
-        return queue.next_number()
-    if isinstance(seq_id, bool) or not isinstance(seq_id, int) or not 0 < seq_id <= MAX_SEQ:
-        raise bad_request(f"seq_id must be a whole number from 1 on, got {str(seq_id)[:50]!r}.", "bad_seq_id")
-    return seq_id
+def is_seq(seq_id: object) -> TypeGuard[int]:
+    return isinstance(seq_id, int) and not isinstance(seq_id, bool) and 0 < seq_id <= MAX_SEQ
 
 
 def digest_of(kind: str, command: bytes, options: dict[str, Any]) -> str:
@@ -209,18 +190,3 @@ def digest_of(kind: str, command: bytes, options: dict[str, Any]) -> str:
     digest = hashlib.blake2b(command, digest_size=16)
     digest.update(orjson.dumps([kind, options], option=orjson.OPT_SORT_KEYS))
     return digest.hexdigest()
-
-
-def _identity(run: RunRecord) -> dict[str, Any]:
-    """Return what a repeated creation must repeat. Not the seed: the service chooses one if the client sends none."""
-    names = ("base_model", "rank", "train_attn", "train_mlp", "train_unembed")
-    return {name: getattr(run, name) for name in names}
-
-
-def new_id() -> str:
-    return f"op-{uuid4().hex}"
-
-
-def _set_error(arriving: asyncio.Future[str], error: BaseException) -> None:
-    arriving.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
-    arriving.exception()  # read once: asyncio logs exceptions that nothing awaited, and nothing may await this one

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
@@ -16,36 +14,19 @@ from tinkex.engine.frames import Frame
 from tinkex.engine.messages import read_outputs
 from tinkex.server.training.residency import Residency
 from tinkex.server.training.run_queue import PendingOperation, RunQueue
+from tinkex.server.training.waiters import OperationResult
 from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.store.records import CheckpointKind, CheckpointRecord, SamplerRecord
+from tinkex.store.records import CheckpointKind, CheckpointRecord, SamplerRecord, lora_of
 from tinkex.store.store import Store
 from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import proto_codec
-
-logger = logging.getLogger("tinkex.server")
 
 CHECKPOINT_KINDS: dict[str, CheckpointKind] = {
     "save_weights": "weights",
     "save_weights_for_sampler": "sampler_weights",
     "save_weights_external": "external_weights",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationResult:
-    """The bytes to send to the client, and what the store writes in the same transaction."""
-
-    content: bytes
-    content_type: Literal["json", "proto"] = "json"
-    checkpoint: CheckpointRecord | None = None
-    sampler: SamplerRecord | None = None
-    engine_s: float = 0.0
-    """How long it was in the engine."""
-    own_s: float | None = None
-    """The part of that time that it used alone; unknown for short commands."""
-    metrics: dict[str, float] | None = None
-    """Numbers that the journal keeps after the result has expired."""
 
 
 class OperationRunner:
@@ -57,56 +38,52 @@ class OperationRunner:
 
     async def run(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
         """Run an operation whose adapter is in the engine. Raises EngineFault (final) or EngineDied (run it again)."""
-        kind = pending.kind
-        if kind in ("forward", "forward_backward"):
-            return await self._pass(pending)
-        if kind == "optim_step":
-            return await self._optim_step(pending)
+        kind, run_id = pending.row.kind, queue.run.id
+        if kind in ("forward", "forward_backward", "optim_step"):
+            return await self._compute(pending)
         if kind in CHECKPOINT_KINDS:
             return await self._save(queue, pending)
         if kind in ("load_weights", "load_model"):
             return await self._load(queue, pending)
         if kind == "create_model":
-            return _json_result({"type": "create_model", "model_id": queue.run.id})
+            return _json_result(pending, {"type": "create_model", "model_id": run_id})
         if kind == "unload_model":
-            await self._db(self._store.set_unloaded, queue.run.id)
-            return _json_result({"type": "unload_model", "model_id": queue.run.id})
+            await self._db(self._store.set_unloaded, run_id)
+            return _json_result(pending, {"type": "unload_model", "model_id": run_id})
         raise EngineFault(f"This service does not know the operation {kind!r}.", "server")
 
-    async def _pass(self, pending: PendingOperation) -> OperationResult:
+    async def _compute(self, pending: PendingOperation) -> OperationResult:
+        """Hand the encoded frame to the engine as the journal has it, untouched."""
+        command, tenant = pending.command, pending.row.tenant
+        if command is None:
+            command = await self._db(self._store.command, pending.row.request_id)
         started = self._clock.now()
-        reply = await self._engine.run(await self._command(pending), tenant=pending.tenant)
+        reply = await self._engine.run(command, tenant=tenant)
         engine_s = self._clock.now() - started
         metrics: dict[str, float] = reply.head["metrics"]
+        if pending.row.kind == "optim_step":
+            rate = frames.decode(command).head["learning_rate"]
+            return _json_result(
+                pending,
+                {"type": "optim_step", "metrics": metrics},
+                engine_s=engine_s,
+                metrics={**metrics, "learning_rate": rate},
+            )
         output = ForwardBackwardOutput.model_construct(
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=read_outputs(reply), metrics=metrics
         )
-        content = proto_codec.encode_forward_backward_output(output)
-        own_s = reply.head.get("seconds")
-        return OperationResult(content=content, content_type="proto", engine_s=engine_s, own_s=own_s, metrics=metrics)
-
-    async def _optim_step(self, pending: PendingOperation) -> OperationResult:
-        command = await self._command(pending)
-        started = self._clock.now()
-        reply = await self._engine.run(command, tenant=pending.tenant)
-        engine_s = self._clock.now() - started
-        metrics: dict[str, float] = reply.head["metrics"]
-        rate = frames.decode(command).head["learning_rate"]
         return OperationResult(
-            content=orjson.dumps({"type": "optim_step", "metrics": metrics}),
+            tenant=tenant,
+            content=proto_codec.encode_forward_backward_output(output),
+            content_type="proto",
             engine_s=engine_s,
-            metrics={**metrics, "learning_rate": rate},
+            own_s=reply.head.get("seconds"),
+            metrics=metrics,
         )
 
-    async def _command(self, pending: PendingOperation) -> bytes:
-        """Return the encoded frame as the journal has it: it goes to the engine untouched."""
-        if pending.command is not None:
-            return pending.command
-        return await self._db(self._store.command, pending.request_id)
-
     async def _save(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
-        options, run = pending.options, queue.run
-        name, kind = options.get("name"), CHECKPOINT_KINDS[pending.kind]
+        options, run = pending.row.options, queue.run
+        name, kind = options.get("name"), CHECKPOINT_KINDS[pending.row.kind]
         is_ephemeral = name is None
         path = f"tinker://{run.id}/{kind}/{name}"
         must_be_new = not is_ephemeral and options.get("overwrite") is False
@@ -130,10 +107,7 @@ class OperationRunner:
             name=str(name),
             folder=folder,
             base_model=run.base_model,
-            rank=run.rank,
-            train_attn=run.train_attn,
-            train_mlp=run.train_mlp,
-            train_unembed=run.train_unembed,
+            **lora_of(run),
             created_at=now,
             size_bytes=reply.head["size_bytes"],
             files=reply.head["files"],
@@ -141,15 +115,15 @@ class OperationRunner:
             expires_at=None if ttl_s is None else now + ttl_s,
             user_metadata=options.get("user_metadata"),
         )
-        return OperationResult(content=orjson.dumps({"type": pending.kind, "path": path}), checkpoint=checkpoint)
+        return _json_result(pending, {"type": pending.row.kind, "path": path}, checkpoint=checkpoint)
 
     async def _ephemeral_sampler(self, queue: RunQueue, pending: PendingOperation, folder: str) -> OperationResult:
         """Return a sampler of weights that were saved without a name; they go with the session."""
         run = queue.run
-        sampler_id = f"{run.session_id}:sample:{pending.options['sampling_session_seq_id']}"
+        sampler_id = f"{run.session_id}:sample:{pending.row.options['sampling_session_seq_id']}"
         if await self._db(self._store.get_sampler, sampler_id) is not None:
             # A client that goes on with a run of an earlier session counts its samplers from 0 again.
-            sampler_id = f"{sampler_id}:{pending.seq_id}"
+            sampler_id = f"{sampler_id}:{pending.row.seq_id}"
         sampler = SamplerRecord(
             id=sampler_id,
             tenant=run.tenant,
@@ -159,11 +133,10 @@ class OperationRunner:
             folder=folder,
         )
         # No `path`: clients before 0.36 reject an ephemeral response that has one.
-        content = orjson.dumps({"type": pending.kind, "sampling_session_id": sampler_id})
-        return OperationResult(content=content, sampler=sampler)
+        return _json_result(pending, {"type": pending.row.kind, "sampling_session_id": sampler_id}, sampler=sampler)
 
     async def _load(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
-        options, run = pending.options, queue.run
+        options, run = pending.row.options, queue.run
         path = options["path"]
         source = await self._db(self._store.get_readable_checkpoint, path, run.tenant, self._clock.wall())
         if source is None:
@@ -182,19 +155,15 @@ class OperationRunner:
         await self._engine.run(Frame(command))
         # The source may be deleted or replaced before a crash: the journal alone could not bring this state back.
         try:
-            await self._residency.snapshot(queue, pending.seq_id)
+            await self._residency.snapshot(queue, pending.row.seq_id)
         except EngineDied:
             raise
         except Exception:
             # The operation fails, so the run has to be as it was before; what the engine has now is not.
             await self._residency.drop(run.id)
             raise
-        return _json_result({"type": "load_weights", "path": path, "model_id": run.id})
-
-    def remove(self, checkpoint: CheckpointRecord) -> None:
-        """Delete the files of a checkpoint that no row refers to any more."""
-        folders.remove(self._data_dir, checkpoint.folder)
+        return _json_result(pending, {"type": "load_weights", "path": path, "model_id": run.id})
 
 
-def _json_result(response: dict[str, Any]) -> OperationResult:
-    return OperationResult(content=orjson.dumps(response))
+def _json_result(pending: PendingOperation, response: dict[str, Any], **rest: Any) -> OperationResult:
+    return OperationResult(tenant=pending.row.tenant, content=orjson.dumps(response), **rest)

@@ -15,7 +15,7 @@ from tinkex.engine.contract import Engine
 from tinkex.engine.frames import Frame
 from tinkex.server.training.run_queue import RunQueue
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.store.records import RunRecord
+from tinkex.store.records import RunRecord, lora_of
 from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
@@ -30,14 +30,10 @@ class Residency:
         self._resident: dict[str, int] = {}
         """Run → the engine's generation that has its adapter."""
 
-    def __len__(self) -> int:
-        return len(self.runs())
-
     def holds(self, run_id: str) -> bool:
         return self._resident.get(run_id) == self._engine.state.generation
 
     def runs(self) -> list[str]:
-        """Return the runs whose adapter is in the engine now."""
         return [run_id for run_id in self._resident if self.holds(run_id)]
 
     async def ensure(self, queue: RunQueue) -> None:
@@ -68,18 +64,8 @@ class Residency:
         if run.snapshot is not None:
             folder = str(self._data_dir / run.snapshot)
             return Frame({"op": "restore", "adapter": run.id, "folder": folder, "base": run.base_model})
-        return Frame(
-            {
-                "op": "create",
-                "adapter": run.id,
-                "base": run.base_model,
-                "rank": run.rank,
-                "seed": run.seed,
-                "train_attn": run.train_attn,
-                "train_mlp": run.train_mlp,
-                "train_unembed": run.train_unembed,
-            }
-        )
+        create = {"op": "create", "adapter": run.id, "base": run.base_model, "seed": run.seed}
+        return Frame({**create, **lora_of(run)})
 
     def lose(self) -> None:
         """Note that the engine died: no adapter is there any more, even before its successor has started."""
@@ -96,7 +82,6 @@ class Residency:
         queue.engine_s, queue.is_changed = 0.0, False
 
     async def drop(self, run_id: str) -> None:
-        """Drop the adapter from the engine."""
         try:
             if self.holds(run_id):
                 await self._engine.run(Frame({"op": "drop", "adapter": run_id}))

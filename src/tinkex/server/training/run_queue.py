@@ -6,8 +6,8 @@ operations, and which numbers came in. It does no I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinkex.store.records import OperationRecord, RunRecord
 
@@ -15,25 +15,15 @@ MOST_TAKEN = 10_000
 """Numbers of a run that are remembered here; the journal knows older ones."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PendingOperation:
-    """An accepted operation that is not finished."""
+    """An accepted operation that is not finished: its row in the journal, and what only matters until it is."""
 
-    request_id: str
-    run_id: str
-    tenant: str
-    seq_id: int
-    kind: str
+    row: OperationRecord
     arrived: float
-    cost: int = 0
-    """What the scheduler charges its tenant (`scheduler.cost_of`)."""
-    tokens: int = 0
-    """Input tokens: what pages and metrics show."""
-    options: dict[str, Any] = field(default_factory=dict)
     command: bytes | None = None
     """The encoded frame for the engine, if it is small; a large one is read from the journal when it runs."""
     engine_deaths: int = 0
-    started: float | None = None
 
 
 class Taken(NamedTuple):
@@ -53,6 +43,8 @@ class RunQueue:
         """Every number up to this one was started, rejected or skipped."""
         self.waiting: dict[int, PendingOperation] = {}
         self.running: PendingOperation | None = None
+        self.is_evicting = False
+        """Whether the adapter is leaving the engine; no operation starts meanwhile."""
         self.taken: dict[int, Taken] = {}
         self.engine_s = 0.0
         """Engine time since the last snapshot: what a rebuild would take."""
@@ -69,17 +61,18 @@ class RunQueue:
             queue.taken[row.seq_id] = Taken(row.request_id, row.digest, row.state == "refused")
             # A crash may leave an operation queued that came too late and was about to fail: `Worker` fails it.
             if row.state == "queued" and not queue.is_late(row.seq_id):
-                queue.waiting[row.seq_id] = pending_of(row, now)
+                queue.waiting[row.seq_id] = PendingOperation(row, now)
         queue.forget(MOST_TAKEN)
         return queue
 
-    def add(self, pending: PendingOperation, digest: str) -> None:
-        self.taken[pending.seq_id] = Taken(pending.request_id, digest)
-        self.waiting[pending.seq_id] = pending
+    def add(self, pending: PendingOperation) -> None:
+        row = pending.row
+        self.taken[row.seq_id] = Taken(row.request_id, row.digest)
+        self.waiting[row.seq_id] = pending
 
-    def reject(self, seq_id: int, request_id: str, digest: str) -> None:
-        """Note that the number came in and will never run: the next one need not wait for it."""
-        self.taken[seq_id] = Taken(request_id, digest, is_rejected=True)
+    @property
+    def is_busy(self) -> bool:
+        return self.running is not None or self.is_evicting
 
     def is_late(self, seq_id: int) -> bool:
         """Whether a higher number ran already."""
@@ -93,7 +86,7 @@ class RunQueue:
 
     def head(self, now: float, gap_s: float) -> tuple[PendingOperation | None, float | None]:
         """Return the operation that may run now; if there is none, when to look again."""
-        if self.running is not None or not self.waiting:
+        if self.is_busy or not self.waiting:
             return None, None
         first = min(self.waiting)
         while self.started_up_to + 1 < first and self._is_rejected(self.started_up_to + 1):
@@ -112,17 +105,12 @@ class RunQueue:
         return next((number for number in range(self.started_up_to + 1, seq_id) if number not in self.taken), None)
 
     def ahead(self, seq_id: int) -> int:
-        """Return how many operations run before this one."""
-        return sum(number < seq_id for number in self.waiting) + (self.running is not None)
+        return sum(number < seq_id for number in self.waiting) + self.is_busy
 
-    def start(self, pending: PendingOperation, now: float) -> None:
-        self.running = self.waiting.pop(pending.seq_id)
-        pending.started = now
-        self.started_up_to = max(self.started_up_to, pending.seq_id)
+    def start(self, pending: PendingOperation) -> None:
+        self.running = self.waiting.pop(pending.row.seq_id)
+        self.started_up_to = max(self.started_up_to, pending.row.seq_id)
         self.forget(MOST_TAKEN)
-
-    def done(self) -> None:
-        self.running = None
 
     def forget(self, most: int) -> None:
         """Remember the last `most` numbers that ran, and number 0, the creation; the journal knows the others."""
@@ -135,18 +123,3 @@ class RunQueue:
     def next_number(self) -> int:
         """Return a number for an operation whose client sent none."""
         return max((self.started_up_to, *self.taken)) + 1
-
-
-def pending_of(row: OperationRecord, now: float) -> PendingOperation:
-    """Make a pending operation from its row in the journal."""
-    return PendingOperation(
-        request_id=row.request_id,
-        run_id=row.run_id,
-        tenant=row.tenant,
-        seq_id=row.seq_id,
-        kind=row.kind,
-        arrived=now,
-        cost=row.cost_tokens,
-        tokens=row.tokens,
-        options=row.options,
-    )

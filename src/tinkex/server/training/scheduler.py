@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+from tinkex.server.training.run_queue import PendingOperation
 
 _BACKWARD_COST = 3
 """Times the cost of a forward pass: the backward pass that follows takes about twice as long."""
@@ -20,14 +21,6 @@ def cost_of(kind: str, tokens: int) -> int:
     return tokens * _BACKWARD_COST if kind == "forward_backward" else tokens
 
 
-class Ready(NamedTuple):
-    """An operation that could run now."""
-
-    run_id: str
-    tenant: str
-    since: float
-
-
 @dataclass(slots=True)
 class Shares:
     """What each waiting tenant was charged so far."""
@@ -35,7 +28,6 @@ class Shares:
     charged: dict[str, float] = field(default_factory=dict)
 
     def pick(self, waiting: Iterable[str]) -> str:
-        """Return the tenant that is next, of those that wait."""
         tenants = set(waiting)
         floor = min((self.charged[tenant] for tenant in tenants if tenant in self.charged), default=0.0)
         # Tenants that wait for nothing are forgotten: they start level with the others when they come back.
@@ -46,24 +38,11 @@ class Shares:
         self.charged[tenant] = self.charged.get(tenant, 0.0) + max(cost, 1.0)
 
 
-def choose(ready: Iterable[Ready], shares: Shares) -> Ready | None:
-    """Return the operation to start next, or None if there is none."""
-    by_tenant: dict[str, list[Ready]] = {}
-    for entry in ready:
-        by_tenant.setdefault(entry.tenant, []).append(entry)
+def choose(ready: Iterable[PendingOperation], shares: Shares) -> PendingOperation | None:
+    """Return the operation to start next, of those that could run now; None if there is none."""
+    by_tenant: dict[str, list[PendingOperation]] = {}
+    for pending in ready:
+        by_tenant.setdefault(pending.row.tenant, []).append(pending)
     if not by_tenant:
         return None
-    return min(by_tenant[shares.pick(by_tenant)], key=lambda entry: (entry.since, entry.run_id))
-
-
-def describe_queue(
-    ahead: int, missing: int | None, engine_reason: str | None, pause_reason: str | None
-) -> tuple[str, str]:
-    """Return `queue_state` and its reason, for a poll whose operation is not finished."""
-    if reason := pause_reason or engine_reason:
-        return "paused_capacity", reason
-    if missing is not None:
-        return "active", f"waits for operation {missing} of this run, which has not arrived"
-    if ahead:
-        return "active", f"{ahead} operation{'s' if ahead > 1 else ''} of this run before it"
-    return "active", "running or next in line"
+    return min(by_tenant[shares.pick(by_tenant)], key=lambda pending: (pending.arrived, pending.row.run_id))

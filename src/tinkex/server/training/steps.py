@@ -48,14 +48,10 @@ def _step(parts: list[OperationRecord]) -> dict[str, Any]:
     return {
         "seq_id": last.seq_id,
         "time": views.time_text(last.finished_at or last.created_at),
-        "loss": _loss(row for row in parts if row.kind == "forward_backward"),
-        "evaluation_loss": _loss(row for row in parts if row.kind == "forward"),
+        "loss": step_loss(row.metrics or {} for row in parts if row.kind == "forward_backward"),
+        "evaluation_loss": step_loss(row.metrics or {} for row in parts if row.kind == "forward"),
         "learning_rate": rate,
         "tokens": sum(row.tokens for row in parts),
         "seconds": sum(row.engine_s or 0.0 for row in parts),
         "metrics": {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
     }
-
-
-def _loss(passes: Iterable[OperationRecord]) -> float | None:
-    return step_loss(row.metrics or {} for row in passes)

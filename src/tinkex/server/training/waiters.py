@@ -10,60 +10,62 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
+from tinkex.store.records import CheckpointRecord, SamplerRecord
+
 CLOSING_HOLD_S = 0.3
 RECENT_BYTES = 64 << 20
 """Results kept in memory beside the store, so that the usual poll right after the work reads no disk."""
 MOST_RECENT = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedOperation:
-    """How an operation ended: the bytes to send to its client, or an error."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationResult:
+    """How an operation ended: the bytes to send to its client, or an error; and what the store writes with it."""
 
     tenant: str
     content: bytes = b""
     content_type: Literal["json", "proto"] = "json"
     error: str | None = None
     category: str = "server"
+    checkpoint: CheckpointRecord | None = None
+    sampler: SamplerRecord | None = None
+    engine_s: float = 0.0
+    """How long it was in the engine."""
+    own_s: float | None = None
+    """The part of that time that it used alone; unknown for short commands."""
+    metrics: dict[str, float] | None = None
+    """Numbers that the journal keeps after the result has expired."""
 
 
 class Waiters:
     def __init__(self) -> None:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
-        self._recent: OrderedDict[str, FinishedOperation] = OrderedDict()
+        self._recent: OrderedDict[str, OperationResult] = OrderedDict()
         self._bytes = 0
         self._is_closing = False
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def recent(self, request_id: str) -> FinishedOperation | None:
+    def recent(self, request_id: str) -> OperationResult | None:
         return self._recent.get(request_id)
 
-    def settle(self, request_id: str, finished: FinishedOperation) -> None:
+    def settle(self, request_id: str, result: OperationResult) -> None:
         """Wake the polls of an operation whose result is in the store."""
-        self._recent[request_id] = finished
-        self._bytes += len(finished.content)
+        self._recent[request_id] = result
+        self._bytes += len(result.content)
         while len(self._recent) > 1 and (self._bytes > RECENT_BYTES or len(self._recent) > MOST_RECENT):
             self._bytes -= len(self._recent.popitem(last=False)[1].content)
-        for waiter in self._waiting.pop(request_id, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+        wake(self._waiting.pop(request_id, set()))
 
-    async def wait(self, request_id: str, seconds: float) -> FinishedOperation | None:
+    async def wait(self, request_id: str, seconds: float) -> OperationResult | None:
         """Return how the operation ended, or None when the time is up."""
-        seconds = self.hold_s(seconds)
-        if (finished := self._recent.get(request_id)) is not None:
-            return finished
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(request_id, set()).add(waiter)
-        try:
-            await asyncio.wait([waiter], timeout=seconds)
-        finally:
-            waiters = self._waiting.get(request_id)
-            if waiters is not None:
-                waiters.discard(waiter)
-                if not waiters:
+        if request_id not in self._recent:
+            waiters = self._waiting.setdefault(request_id, set())
+            try:
+                await wait_in(waiters, self.hold_s(seconds))
+            finally:
+                if not waiters and self._waiting.get(request_id) is waiters:
                     del self._waiting[request_id]
         return self._recent.get(request_id)
 
@@ -75,6 +77,21 @@ class Waiters:
         """Let all polls respond with what is known now, because the service is shutting down."""
         self._is_closing = True
         for waiters in self._waiting.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+            wake(waiters)
+
+
+def wake(waiters: set[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+    waiters.clear()
+
+
+async def wait_in(waiters: set[asyncio.Future[None]], seconds: float) -> None:
+    """Wait until `wake(waiters)` or until the time is up."""
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiters.add(waiter)
+    try:
+        await asyncio.wait([waiter], timeout=seconds)
+    finally:
+        waiters.discard(waiter)

@@ -18,15 +18,17 @@ from tinkex.clock import Clock
 from tinkex.engine.contract import Engine, EngineDied, EngineFault
 from tinkex.errors import TinkexError, ValidationError
 from tinkex.server.http.metrics import Metrics
-from tinkex.server.training.operation_runner import OperationResult, OperationRunner
+from tinkex.server.training.operation_runner import OperationRunner
 from tinkex.server.training.residency import REPLAYED, Residency
 from tinkex.server.training.run_queue import PendingOperation, RunQueue
-from tinkex.server.training.scheduler import Ready, Shares, choose, describe_queue
-from tinkex.server.training.waiters import FinishedOperation, Waiters
+from tinkex.server.training.scheduler import Shares, choose
+from tinkex.server.training.waiters import OperationResult, Waiters
+from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
 from tinkex.store.errors import DiskFull, Unavailable
+from tinkex.store.records import OperationRecord
 from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
@@ -36,8 +38,6 @@ WINDOW = 64
 MOST_DEATHS = 3
 """An operation under which the engine died so often fails. Two deaths may be chance: administrators kill processes."""
 MOST_REBUILDS = 20
-EVICT = "evict"
-"""The kind of the placeholder that runs in a queue while its adapter leaves the engine; no client sent it."""
 
 
 class Worker:
@@ -49,14 +49,13 @@ class Worker:
         db: Db,
         engine: Engine,
         waiters: Waiters,
-        residency: Residency,
-        runner: OperationRunner,
         metrics: Metrics,
         catalog: Catalog,
     ) -> None:
-        self._catalog = catalog
         self._config, self._clock, self._store, self._db, self._engine = config, clock, store, db, engine
-        self._waiters, self._residency, self._runner, self._metrics = waiters, residency, runner, metrics
+        self._waiters, self._metrics, self._catalog = waiters, metrics, catalog
+        self._residency = Residency(store, db, engine, config.data_dir)
+        self._runner = OperationRunner(clock, store, db, engine, self._residency, config.data_dir)
         self._queues: dict[str, RunQueue] = {}
         self._loading: dict[str, asyncio.Task[RunQueue | None]] = {}
         self._pending: dict[str, PendingOperation] = {}
@@ -77,7 +76,6 @@ class Worker:
         return len(self._pending)
 
     def resident(self) -> list[str]:
-        """Return the runs whose adapter is in the engine."""
         return self._residency.runs()
 
     @property
@@ -86,25 +84,29 @@ class Worker:
         return "the service is stopping" if self._is_draining else next(iter(self._paused.values()), None)
 
     def waiting_of(self, tenant: str) -> int:
-        return sum(pending.tenant == tenant for pending in self._pending.values())
+        return sum(pending.row.tenant == tenant for pending in self._pending.values())
 
     def waiting(self, tenant: str) -> list[PendingOperation]:
         """Return a tenant's operations that are not finished, the longest waiting first."""
-        return sorted((row for row in self._pending.values() if row.tenant == tenant), key=lambda row: row.arrived)
+        own = (pending for pending in self._pending.values() if pending.row.tenant == tenant)
+        return sorted(own, key=lambda pending: pending.arrived)
 
     def pending(self, request_id: str) -> PendingOperation | None:
         return self._pending.get(request_id)
 
     def queue_of(self, pending: PendingOperation) -> tuple[str, str]:
         """Return why an operation is not finished: its queue's state, and the reason."""
-        queue, engine = self._queues[pending.run_id], self._engine.state
-        is_running = queue.running is pending
-        return describe_queue(
-            0 if is_running else queue.ahead(pending.seq_id),
-            None if is_running else queue.missing(pending.seq_id),
-            None if engine.is_ready else f"the engine is not ready: {engine.reason}",
-            next(iter(self._paused.values()), None) or self.unserved_reason(queue),
-        )
+        queue, engine = self._queues[pending.row.run_id], self._engine.state
+        if reason := next(iter(self._paused.values()), None) or self.unserved_reason(queue):
+            return "paused_capacity", reason
+        if not engine.is_ready:
+            return "paused_capacity", f"the engine is not ready: {engine.reason}"
+        if queue.running is not pending:
+            if (missing := queue.missing(pending.row.seq_id)) is not None:
+                return "active", f"waits for operation {missing} of this run, which has not arrived"
+            if ahead := queue.ahead(pending.row.seq_id):
+                return "active", f"{ahead} operation{'s' if ahead > 1 else ''} of this run before it"
+        return "active", "running or next in line"
 
     def unserved_reason(self, queue: RunQueue) -> str | None:
         """Return why a run cannot go on: the service may have been restarted without the run's base model."""
@@ -116,7 +118,7 @@ class Worker:
     def is_active(self, run_id: str) -> bool:
         """Whether a run has work. Reads nothing: `resume` loaded every queue that had some."""
         queue = self._queues.get(run_id)
-        return queue is not None and bool(queue.waiting or (queue.running is not None and queue.running.kind != EVICT))
+        return queue is not None and bool(queue.waiting or queue.running)
 
     async def run_queue(self, run_id: str) -> RunQueue | None:
         """Return a run's queue, read from the journal on first use; None if there is no such run."""
@@ -138,10 +140,10 @@ class Worker:
         if run_id not in self._queues:
             queue = self._queues[run_id] = RunQueue.restored(run, rows, self._clock.now())
             for pending in queue.waiting.values():
-                self._note(pending)
+                self.enqueue(pending)
             for row in rows:
                 if row.state == "queued" and row.seq_id not in queue.waiting:
-                    await self.fail(row.request_id, row.tenant, queue.late_reason(row.seq_id), "user")
+                    await self.fail(row, queue.late_reason(row.seq_id), "user")
         return self._queues[run_id]
 
     async def resume(self) -> int:
@@ -155,18 +157,11 @@ class Worker:
 
     # ── What comes in
 
-    async def adopt(self, run_id: str) -> None:
-        """Load the queue of a run that was just created."""
-        await self.run_queue(run_id)
-        self.wake()
-
     def enqueue(self, pending: PendingOperation) -> None:
-        self._note(pending)
+        """Consider an operation of a queue; the loop starts it when its turn has come."""
+        self._pending[pending.row.request_id] = pending
+        self._active.add(pending.row.run_id)
         self.wake()
-
-    def _note(self, pending: PendingOperation) -> None:
-        self._pending[pending.request_id] = pending
-        self._active.add(pending.run_id)
 
     def wake(self) -> None:
         self._wake.set()
@@ -197,14 +192,13 @@ class Worker:
         """Start operations while there is room. Return when the wait for a missing number is over, if there is one."""
         if self._paused or self._is_draining:
             return None
-        now = self._clock.now()
-        heads, look_again = self._heads(now)
-        ready = {run_id: Ready(run_id, pending.tenant, pending.arrived) for run_id, pending in heads.items()}
-        while len(self._tasks) < WINDOW and (chosen := choose(ready.values(), self._shares)) is not None:
-            del ready[chosen.run_id]
-            queue, pending = self._queues[chosen.run_id], heads[chosen.run_id]
-            queue.start(pending, now)
-            self._shares.charge(pending.tenant, pending.cost)
+        ready, look_again = self._heads(self._clock.now())
+        while len(self._tasks) < WINDOW and (pending := choose(ready.values(), self._shares)) is not None:
+            row = pending.row
+            del ready[row.run_id]
+            queue = self._queues[row.run_id]
+            queue.start(pending)
+            self._shares.charge(row.tenant, row.cost_tokens)
             task = asyncio.create_task(self._run(queue, pending))
             self._tasks.add(task)
             task.add_done_callback(self._finished)
@@ -235,34 +229,37 @@ class Worker:
         self.wake()
 
     async def _run(self, queue: RunQueue, pending: PendingOperation) -> None:
-        started = self._clock.now()
-        failure: tuple[str, str] = ("", "")
-        result: OperationResult | None = None
+        started, row = self._clock.now(), pending.row
         try:
-            try:
-                result = await self._run_with_engine(queue, pending)
-            except EngineFault as error:
-                failure = (str(error), error.category)
-            except Exception as error:
-                logger.error("operation %s (%s) failed", pending.request_id, pending.kind, exc_info=error)
-                is_ours = isinstance(error, TinkexError)
-                failure = (str(error) if is_ours else "The service failed; its log says why.", "server")
+            result = await self._result_of(queue, pending)
             # Cancelled means that the service is stopping: the row stays queued and runs after the next start.
-            if result is not None:
+            if result.error is None:
                 try:
-                    await self._retry_until_stored(partial(self._store_result, pending, result))
+                    await self._retry_until_stored(partial(self._store_result, row, result))
                 except Exception as error:  # the store rejects it, and always will
-                    result, failure = None, await self._on_store_rejected(queue, pending, error)
-            if result is not None:
-                await self._after_success(queue, pending, result)
+                    result = await self._on_store_rejected(queue, row, error)
+            if result.error is None:
+                await self._after_success(queue, row, result)
             else:
-                await self._retry_until_stored(partial(self.fail, pending.request_id, pending.tenant, *failure))
+                await self._retry_until_stored(partial(self.fail, row, result.error, result.category))
         finally:
-            queue.done()
-            self._pending.pop(pending.request_id, None)
-        outcome = "failed" if result is None else "done"
+            queue.running = None
+            self._pending.pop(row.request_id, None)
+        outcome = "done" if result.error is None else "failed"
         queue_s, seconds = started - pending.arrived, self._clock.now() - started
-        self._metrics.operation(pending.kind, outcome, queue_s, seconds, pending.tokens, queue.run.base_model)
+        self._metrics.operation(row.kind, outcome, queue_s, seconds, row.tokens, queue.run.base_model)
+
+    async def _result_of(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
+        row = pending.row
+        try:
+            return await self._run_with_engine(queue, pending)
+        except EngineFault as error:
+            return OperationResult(tenant=row.tenant, error=str(error), category=error.category)
+        except Exception as error:
+            logger.error("operation %s (%s) failed", row.request_id, row.kind, exc_info=error)
+            is_ours = isinstance(error, TinkexError)
+            reason = str(error) if is_ours else "The service failed; its log says why."
+            return OperationResult(tenant=row.tenant, error=reason)
 
     async def _run_with_engine(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
         """Run an operation on a live engine, with the adapter rebuilt first if it is not there.
@@ -304,17 +301,17 @@ class Worker:
                             "so it is given up; the run goes on without it. Too little memory? Try smaller batches.",
                             "server",
                         ) from None
-                    logger.warning("the engine died under %s; it runs again", pending.request_id)
+                    logger.warning("the engine died under %s; it runs again", pending.row.request_id)
         pending.command = None
         return result
 
-    async def _store_result(self, pending: PendingOperation, result: OperationResult) -> None:
+    async def _store_result(self, row: OperationRecord, result: OperationResult) -> None:
         replaced = None
         # KeyError: an earlier write succeeded and only its confirmation was lost.
         with contextlib.suppress(KeyError):
             replaced = await self._db(
                 lambda: self._store.finish(
-                    pending.request_id,
+                    row.request_id,
                     at=self._clock.wall(),
                     result=result.content,
                     result_type=result.content_type,
@@ -324,35 +321,35 @@ class Worker:
                     metrics=result.metrics,
                 )
             )
-        finished = FinishedOperation(pending.tenant, result.content, result.content_type)
-        self._waiters.settle(pending.request_id, finished)
+        self._waiters.settle(row.request_id, result)
         if replaced is not None:
-            await asyncio.to_thread(self._runner.remove, replaced)
+            await asyncio.to_thread(folders.remove, self._config.data_dir, replaced.folder)
 
-    async def _on_store_rejected(self, queue: RunQueue, pending: PendingOperation, error: Exception) -> tuple[str, str]:
+    async def _on_store_rejected(self, queue: RunQueue, row: OperationRecord, error: Exception) -> OperationResult:
         """Drop the adapter so that it is rebuilt from the journal, which has no such result. Return what to report."""
-        if pending.kind in REPLAYED or pending.kind in ("load_weights", "load_model"):
+        if row.kind in REPLAYED or row.kind in ("load_weights", "load_model"):
             with contextlib.suppress(EngineDied, EngineFault):
                 await self._residency.drop(queue.run.id)
         if isinstance(error, ValidationError):
-            return str(error), "user"
-        logger.error("the result of %s (%s) was not stored", pending.request_id, pending.kind, exc_info=error)
-        return "The result could not be stored, so the operation does not count; the service's log says why.", "server"
+            return OperationResult(tenant=row.tenant, error=str(error), category="user")
+        logger.error("the result of %s (%s) was not stored", row.request_id, row.kind, exc_info=error)
+        reason = "The result could not be stored, so the operation does not count; the service's log says why."
+        return OperationResult(tenant=row.tenant, error=reason)
 
-    async def _after_success(self, queue: RunQueue, pending: PendingOperation, result: OperationResult) -> None:
+    async def _after_success(self, queue: RunQueue, row: OperationRecord, result: OperationResult) -> None:
         """Do what follows a stored result. Errors are only logged: without a snapshot, the journal still has it all."""
         try:
-            if pending.kind == "unload_model":
+            if row.kind == "unload_model":
                 queue.run = replace(queue.run, is_unloaded=True)
                 await self._residency.drop(queue.run.id)
-            elif pending.kind in REPLAYED:
+            elif row.kind in REPLAYED:
                 queue.is_changed = True
                 # Its own share of a shared micro-batch: a replay repeats it without the other passes.
                 queue.engine_s += result.engine_s if result.own_s is None else result.own_s
                 if queue.engine_s > self._config.snapshot_every_s:
-                    await self._residency.snapshot(queue, pending.seq_id)
+                    await self._residency.snapshot(queue, row.seq_id)
         except (TinkexError, OSError) as error:
-            logger.warning("after %s of %s: %s", pending.kind, queue.run.id, error)
+            logger.warning("after %s of %s: %s", row.kind, queue.run.id, error)
 
     async def _retry_until_stored(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write to the store, however long the disk is full or the database away; training is paused meanwhile."""
@@ -367,21 +364,21 @@ class Worker:
                 wait_s = min(wait_s * 2, 15.0)
                 self.unpause("store")
 
-    async def fail(self, request_id: str, tenant: str, error: str, category: str) -> None:
+    async def fail(self, row: OperationRecord, error: str, category: str) -> None:
         """Store that an operation failed, and wake its polls."""
+        at = self._clock.wall()
         with contextlib.suppress(KeyError):
-            await self._db(lambda: self._store.fail(request_id, at=self._clock.wall(), error=error, category=category))
-        self._waiters.settle(request_id, FinishedOperation(tenant, error=error, category=category))
+            await self._db(lambda: self._store.fail(row.request_id, at=at, error=error, category=category))
+        self._waiters.settle(row.request_id, OperationResult(tenant=row.tenant, error=error, category=category))
 
     # ── Leaving
 
     async def evict(self, run_id: str) -> bool:
         """Drop an idle run's adapter from the engine; it is rebuilt when the run is used again."""
         queue = self._queues.get(run_id)
-        if queue is None or queue.running is not None or queue.waiting or not self._residency.holds(run_id):
+        if queue is None or queue.is_busy or queue.waiting or not self._residency.holds(run_id):
             return False
-        # A placeholder runs, so that no operation of this run starts meanwhile.
-        queue.running = PendingOperation("", run_id, queue.run.tenant, queue.started_up_to, EVICT, self._clock.now())
+        queue.is_evicting = True
         try:
             if queue.is_changed:
                 await self._residency.snapshot(queue, queue.started_up_to)
@@ -390,7 +387,7 @@ class Worker:
             logger.warning("could not evict %s: %s", run_id, error)
             return False
         finally:
-            queue.done()
+            queue.is_evicting = False
             self.wake()
         queue.forget(0)
         return True

@@ -9,8 +9,6 @@ from tinkex.server.http.errors import RequestRejected
 
 
 class Catalog:
-    """Finds a model by its name or an alias."""
-
     def __init__(self, models: Sequence[ModelInfo]) -> None:
         self.models = tuple(models)
         self._by_name = {name: model for model in models for name in model.names}
@@ -20,9 +18,12 @@ class Catalog:
         """Every name that works, aliases included."""
         return list(self._by_name)
 
+    def get(self, name: object) -> ModelInfo | None:
+        return self._by_name.get(name) if isinstance(name, str) else None
+
     def find(self, name: object) -> ModelInfo:
         """Return the model of this name or alias. Raises 400 if it is not served."""
-        model = self._by_name.get(name) if isinstance(name, str) else None
+        model = self.get(name)
         if model is None:
             raise RequestRejected(
                 400,

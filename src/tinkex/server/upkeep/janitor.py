@@ -16,7 +16,7 @@ from pathlib import Path
 from tinkex.server.service import Service
 from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.adapter_files import INCOMING
-from tinkex.store.records import SamplerRecord, SessionRecord
+from tinkex.store.records import SamplerRecord
 from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
@@ -47,7 +47,6 @@ class Janitor:
         self._started_at = service.clock.wall() if started_at is None else started_at
 
     async def run(self) -> None:
-        """Run until cancelled."""
         while True:
             await self.tick()
             await self._service.clock.sleep(TICK_S)
@@ -135,29 +134,19 @@ class Janitor:
 
 def _is_idle(store: Store, run_id: str, since: float) -> bool:
     run = store.get_run(run_id)
-    if run is None:
-        return False
-    session = store.get_session(run.session_id)
-    # A client without heartbeats counts as alive by its requests.
-    return _is_over(session, since) and (run.last_request_at < since or _is_finished(session))
+    return run is not None and _is_over(store, run.session_id, run.last_request_at, since)
 
 
 def _abandoned_samplers(store: Store, since: float) -> list[SamplerRecord]:
     """Return the samplers with their own files whose session is over."""
-    abandoned = []
-    for sampler in store.samplers_with_files():
-        session = store.get_session(sampler.session_id)
-        if _is_over(session, since) and (sampler.created_at < since or _is_finished(session)):
-            abandoned.append(sampler)
-    return abandoned
+    samplers = store.samplers_with_files()
+    return [row for row in samplers if _is_over(store, row.session_id, row.created_at, since)]
 
 
-def _is_finished(session: SessionRecord | None) -> bool:
-    return session is None or session.finished is not None
-
-
-def _is_over(session: SessionRecord | None, since: float) -> bool:
-    return session is None or session.finished is not None or session.seen_at < since
+def _is_over(store: Store, session_id: str, used_at: float, since: float) -> bool:
+    """Whether a session is finished or idle. A client without heartbeats counts as alive by its requests."""
+    session = store.get_session(session_id)
+    return session is None or session.finished is not None or max(session.seen_at, used_at) < since
 
 
 def unreferenced_folders(roots: list[Path], referenced: set[Path], before: float) -> list[Path]:
