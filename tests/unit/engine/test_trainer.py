@@ -166,8 +166,6 @@ def test_commands_of_one_adapter_run_in_order_while_others_share_their_passes(ti
 class Failing:
     """A runner whose n-th micro-batch fails half-way, as one that runs out of memory does."""
 
-    name = "failing"
-
     def __init__(self, runner: Any, at: int, problem: Exception, guilty: str | None = None) -> None:
         self._runner, self._left, self._problem, self._guilty = runner, at, problem, guilty
         self.cost_tokens = runner.cost_tokens

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.lora import segments_of
-from tinkex.engine.packed import linear, norm_rope_gate, quantized
+from tinkex.engine.packed import head, linear, norm_rope_gate, quantized
 from tinkex.engine.packed.decode_attention import decode_attention_for
 from tinkex.engine.packed.linear import Linear, PackedLinear
 from tinkex.engine.packed.lora_decode import StackedLora
@@ -143,13 +143,7 @@ class PackedDecoder:
             logits_NV = unembed(hidden_ND)
             self._head_lora.apply(0, hidden_ND, logits_NV)
             return logits_NV
-        logits_NV = linear.linear(hidden_ND, self._weights.head_VD)
-        for weights, start, stop in segments_of(adapters):
-            pair = weights.pairs.get(self._weights.head_site)
-            if pair is not None:
-                low_NR = hidden_ND[start:stop] @ pair[0].t() * weights.spec.scale
-                logits_NV[start:stop].addmm_(low_NR, pair[1].t())
-        return logits_NV
+        return head.unembed(self._weights, hidden_ND, segments_of(adapters))
 
     def _linear(
         self, linears: Sequence[Linear], number: int, x_BD: Tensor, residual_BO: Tensor | None = None
