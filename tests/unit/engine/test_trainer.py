@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.oracle import Session, assert_equal, datum, randomise, state
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import EngineFault, pass_frame, read_outputs
 from tinkex.engine.frames import Frame, decode
-from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training.runner import Item
 from tinkex.types.inputs import Datum

@@ -16,8 +16,7 @@ import torch
 from tinkex.client._calls import validate
 from tinkex.engine.adapters.adapter import Adapter, sites_for
 from tinkex.engine.adapters.optimizer import AdamW
-from tinkex.engine.contract import EngineFault, LoraSpec
-from tinkex.engine.messages import pass_frame
+from tinkex.engine.contract import EngineFault, LoraSpec, pass_frame
 from tinkex.engine.models import loaded_model, registry
 from tinkex.engine.training import datum_tensors
 from tinkex.engine.training import losses as engine_losses
