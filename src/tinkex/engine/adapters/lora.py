@@ -93,11 +93,6 @@ def _role_of(name: str, module: nn.Module) -> Role | None:
     return None
 
 
-def trained_sites(sites: Sequence[Site], spec: LoraSpec) -> list[Site]:
-    """Return the sites that the client's flags switch on."""
-    return [site for site in sites if getattr(spec, site.role.value)]
-
-
 class LoraHooks:
     """Adds the low-rank part of the active adapters to the output of every site. One pass at a time."""
 
