@@ -23,9 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 
 from benchmarks.engine_training import CACHE, MODEL, datum, rows_of  # noqa: E402
 from benchmarks.side_by_side import write  # noqa: E402
-from tinkex.engine.contract import SampleSpec  # noqa: E402
+from tinkex.engine.contract import SampleSpec, pass_frame  # noqa: E402
 from tinkex.engine.frames import Frame, decode  # noqa: E402
-from tinkex.engine.messages import pass_frame  # noqa: E402
 from tinkex.engine.models import loaded_model, registry  # noqa: E402
 from tinkex.engine.packed.kernels import binding  # noqa: E402
 from tinkex.engine.runner_choice import choose_decoder, choose_runner  # noqa: E402

@@ -1,6 +1,6 @@
-"""What the server and an engine agree on: records, the names of the commands, and the `Engine` protocol. No torch here.
+"""What the server and an engine agree on: records, commands and replies as frames, the `Engine` protocol. No torch.
 
-A command is a `Frame` whose head has an `op`; `engine/messages.py` writes and reads them.
+A command is a `Frame` whose head has an `op`:
 
     create            adapter base rank seed train_attn train_mlp train_unembed          → {}
     restore           adapter folder            a snapshot, as `snapshot` wrote it       → {}
@@ -16,20 +16,29 @@ A command is a `Frame` whose head has an `op`; `engine/messages.py` writes and r
 
 Folders are absolute paths that the server chose; no client's text becomes a path. Commands of one adapter run in order
 of arrival; passes of different adapters may share a micro-batch, where every tenant has an equal share.
+
+The data of a pass are `[{"tokens": i, "inputs": {name: {"dtype", "shape", "data": i, "crow"?: i, "col"?: i}}}]`,
+where every `i` is the index of a buffer: tokens int32, indices int64, values as their dtype says.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+import struct
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from tinkex.engine.frames import Frame
 from tinkex.errors import TinkexError, ValidationError
+from tinkex.types.inputs import Datum, EncodedTextChunk
+from tinkex.types.packed import Buffer, pack_tokens, unpack
+from tinkex.types.tensor import TensorData
 
 P = ParamSpec("P")
 R = TypeVar("R")
 LORA_ALPHA = 32
+_NOT_IN_HEAD = ("prompt", "tenant")
+"""Fields of a `SampleSpec` that travel elsewhere: as a buffer, and in the packet's header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,3 +208,100 @@ class Engine(Protocol):
         """Yield `Tokens` as they are drawn if the spec is streamed, then one `Sampled`. Closing it cancels."""
 
     async def close(self) -> None: ...
+
+
+def pass_frame(
+    op: str, adapter: str, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None
+) -> Frame:
+    """Make the frame of a `forward` or `forward_backward`. The server has checked that the data contain only text.
+
+    Names are sorted: protobuf returns the entries of a map in another order in every process, and a request that is
+    repeated after a restart has to make the same frame.
+    """
+    buffers: list[Buffer] = []
+
+    def add_buffer(buffer: Buffer) -> int:
+        buffers.append(buffer)
+        return len(buffers) - 1
+
+    rows = []
+    for datum in data:
+        chunks = [chunk.packed() for chunk in datum.model_input.chunks if isinstance(chunk, EncodedTextChunk)]
+        tokens = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        inputs = {name: _tensor_entry(tensor, add_buffer) for name, tensor in sorted(datum.loss_fn_inputs.items())}
+        rows.append({"tokens": add_buffer(tokens), "inputs": inputs})
+    head = {
+        "op": op,
+        "adapter": adapter,
+        "loss_fn": loss_fn,
+        "config": dict(sorted((config or {}).items())),
+        "data": rows,
+    }
+    return Frame(head, buffers)
+
+
+def _tensor_entry(tensor: TensorData, add_buffer: Callable[[Buffer], int]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"dtype": tensor.dtype, "shape": tensor.shape, "data": add_buffer(tensor.buffer)}
+    if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
+        entry["crow"] = add_buffer(_pack_indices(tensor.sparse_crow_indices))
+        entry["col"] = add_buffer(_pack_indices(tensor.sparse_col_indices))
+    return entry
+
+
+def read_outputs(reply: Frame) -> list[dict[str, TensorData]]:
+    """Read the outputs of a pass: one dict of tensors per datum."""
+    return [
+        {
+            name: TensorData.from_buffer(reply.buffers[entry["data"]], entry["dtype"], entry["shape"])
+            for name, entry in datum.items()
+        }
+        for datum in reply.head["outputs"]
+    ]
+
+
+def sample_frame(spec: SampleSpec) -> Frame:
+    """Make the frame of a sample. The tenant is not in it: it travels in the packet's header."""
+    head = {entry.name: getattr(spec, entry.name) for entry in fields(spec) if entry.name not in _NOT_IN_HEAD}
+    return Frame({"op": "sample", **head}, [pack_tokens(spec.prompt)])
+
+
+def read_sample(frame: Frame) -> SampleSpec:
+    values = {entry.name: frame.head[entry.name] for entry in fields(SampleSpec) if entry.name in frame.head}
+    for name in ("stop_tokens", "stop_strings"):
+        values[name] = tuple(values.get(name, ()))
+    if values.get("targets") is not None:
+        values["targets"] = tuple(tuple(row) for row in values["targets"])
+    return SampleSpec(prompt=tuple(unpack("i", frame.buffers[0])), **values)
+
+
+def event_frame(event: SampleEvent) -> Frame:
+    """Make the frame of some tokens of a sample, or of its whole result."""
+    if isinstance(event, Tokens):
+        return Frame({"tokens": event.tokens, "logprobs": event.logprobs, "index": event.index})
+    head = {entry.name: getattr(event, entry.name) for entry in fields(event) if entry.name != "sequences"}
+    sequences = [{entry.name: getattr(row, entry.name) for entry in fields(row)} for row in event.sequences]
+    return Frame({**head, "sequences": sequences})
+
+
+def read_event(frame: Frame) -> SampleEvent:
+    head = frame.head
+    if "sequences" not in head:
+        return Tokens(head["index"], head["tokens"], head["logprobs"])
+    sequences = [
+        SequenceOutput(**{**row, "topk": None if row["topk"] is None else [_pairs(ranked) for ranked in row["topk"]]})
+        for row in head["sequences"]
+    ]
+    topk, alternatives = head["topk_prompt"], head["alternatives"]
+    ranked_tokens = {
+        "topk_prompt": None if topk is None else [None if ranked is None else _pairs(ranked) for ranked in topk],
+        "alternatives": None if alternatives is None else [_pairs(drawn) for drawn in alternatives],
+    }
+    return Sampled(**{**head, **ranked_tokens, "sequences": sequences})
+
+
+def _pairs(entries: Sequence[Sequence[Any]]) -> list[tuple[int, float]]:
+    return [(token, logprob) for token, logprob in entries]
+
+
+def _pack_indices(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}q", *values)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -48,14 +48,6 @@ class Frame:
         sizes = [memoryview(buffer).nbytes for buffer in self.buffers]
         head = orjson.dumps({**self.head, _SIZES: sizes})
         return [PREFIX.pack(len(head), sum(sizes)), head, *self.buffers]
-
-
-class Packet(NamedTuple):
-    """A frame as it was read from the pipe."""
-
-    number: int
-    tenant: str
-    frame: Frame
 
 
 def packet_parts(number: int, tenant: str, frame: Frame | bytes) -> list[Buffer]:

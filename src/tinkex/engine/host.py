@@ -13,14 +13,22 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from tinkex.clock import REAL, Clock
-from tinkex.engine.contract import EngineDied, EngineFault, EngineState, ModelInfo, SampleEvent, SampleSpec
-from tinkex.engine.frames import HEADER, PREFIX, Frame, Packet, decode_parts, packet_parts
-from tinkex.engine.messages import read_event, sample_frame
-from tinkex.types.packed import Buffer
+from tinkex.engine.contract import (
+    EngineDied,
+    EngineFault,
+    EngineState,
+    ModelInfo,
+    SampleEvent,
+    SampleSpec,
+    read_event,
+    sample_frame,
+)
+from tinkex.engine.frames import HEADER, PREFIX, Frame, decode_parts, packet_parts
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -117,7 +125,7 @@ class LocalEngine:
             await child.drain()
             return _checked(await replies.get())
         finally:
-            child.forget(number)
+            child.waiting.pop(number)
 
     async def sample(self, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
         """Waits for the engine while it starts: a sample needs nothing that an earlier child had in memory."""
@@ -133,7 +141,7 @@ class LocalEngine:
                 is_over = isinstance(reply, EngineDied) or "ok" in reply.head
                 yield read_event(_checked(reply))
         finally:
-            child.forget(number)
+            child.waiting.pop(number)
             if not is_over:
                 child.send(0, Frame({"op": "cancel", "number": number}))
 
@@ -236,50 +244,38 @@ class _Child:
         """Why it ended or was killed, where more is known than its exit code says."""
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Queue[_Reply]] = {}
+        self.waiting: dict[int, asyncio.Queue[_Reply]] = {}
 
     def request(self, command: Frame | bytes, tenant: str) -> tuple[int, asyncio.Queue[_Reply]]:
         """Send a command. Return its number, and the queue that its replies will come in."""
         number = next(self._numbers)
-        packet = packet_parts(number, tenant, command)  # first: a damaged frame raises, and nothing waits for a reply
-        replies = self._waiting[number] = asyncio.Queue()
-        self._write(packet)
+        self.send(number, command, tenant)  # first: a damaged frame raises, and nothing waits for a reply
+        replies = self.waiting[number] = asyncio.Queue()
         return number, replies
-
-    def forget(self, number: int) -> None:
-        self._waiting.pop(number, None)
 
     def send(self, number: int, frame: Frame | bytes, tenant: str = "") -> None:
         """Send a whole packet without waiting; callers that can wait `drain` afterwards."""
-        self._write(packet_parts(number, tenant, frame))
-
-    def _write(self, packet: list[Buffer]) -> None:
+        packet = packet_parts(number, tenant, frame)
         if not self._stdin.is_closing():
             self._stdin.writelines(packet)
 
     async def drain(self) -> None:
-        try:
+        with suppress(ConnectionError):  # the child died: `fail` tells every waiting request
             await self._stdin.drain()
-        except ConnectionError:
-            pass  # the child died: `fail` tells every waiting request
 
     async def read(self, on_event: Callable[[Mapping[str, Any]], None]) -> None:
         """Hand out the child's packets until its pipe ends."""
-        while (packet := await self._next()) is not None:
-            if packet.number == 0:
-                on_event(packet.frame.head)
-            elif (replies := self._waiting.get(packet.number)) is not None:
-                replies.put_nowait(packet.frame)
-
-    async def _next(self) -> Packet | None:
         read = self._stdout.readexactly
-        try:
-            number, name_size = HEADER.unpack(await read(HEADER.size))
-            tenant = (await read(name_size)).decode()
-            head_size, body_size = PREFIX.unpack(await read(PREFIX.size))
-            return Packet(number, tenant, decode_parts(await read(head_size), await read(body_size)))
-        except asyncio.IncompleteReadError:
-            return None
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                number, name_size = HEADER.unpack(await read(HEADER.size))
+                await read(name_size)
+                head_size, body_size = PREFIX.unpack(await read(PREFIX.size))
+                frame = decode_parts(await read(head_size), await read(body_size))
+                if number == 0:
+                    on_event(frame.head)
+                elif (replies := self.waiting.get(number)) is not None:
+                    replies.put_nowait(frame)
 
     async def forward_logs(self) -> None:
         """Write the child's stderr to our log. Lines without a level (tracebacks, warnings) take the level before."""
@@ -319,7 +315,7 @@ class _Child:
 
     def fail(self, reason: str) -> None:
         """Fail every request that still waits."""
-        for replies in self._waiting.values():
+        for replies in self.waiting.values():
             replies.put_nowait(EngineDied(reason))
 
 

@@ -21,8 +21,7 @@ from tinkex.engine.packed.quantized import Divergence, divergence
 from tinkex.engine.packed.runner import PackedRunner
 from tinkex.engine.packed.selfcheck import run_selfcheck
 from tinkex.engine.packed.weights import Weights, fuse, unsupported_reason
-from tinkex.engine.sampling.decoder import Decoder, RowInput
-from tinkex.engine.sampling.general_decoder import GeneralDecoder
+from tinkex.engine.sampling.decoder import Decoder, GeneralDecoder, RowInput
 from tinkex.engine.sampling.kv_cache import KVCache
 from tinkex.engine.training.general_runner import GeneralRunner
 from tinkex.engine.training.runner import Runner

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine.adapters.adapter import Adapter
+from tinkex.engine.contract import pass_frame, read_outputs
 from tinkex.engine.frames import Frame, decode
-from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.runner_choice import choose_runner
 from tinkex.engine.training.trainer import Trainer

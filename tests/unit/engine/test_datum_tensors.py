@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.unit.engine.oracle import Session, assert_equal, datum, state
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import EngineFault, pass_frame
 from tinkex.engine.frames import Frame
-from tinkex.engine.messages import pass_frame
 from tinkex.engine.models.loaded_model import Model
 from tinkex.types.inputs import Datum
 from tinkex.types.tensor import TensorData

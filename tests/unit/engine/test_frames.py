@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.engine.contract import Sampled, SampleSpec, SequenceOutput, Tokens
+from tinkex.engine.contract import (
+    Sampled,
+    SampleSpec,
+    SequenceOutput,
+    Tokens,
+    event_frame,
+    pass_frame,
+    read_event,
+    read_sample,
+    sample_frame,
+)
 from tinkex.engine.frames import Frame, decode, packet_parts
-from tinkex.engine.messages import event_frame, pass_frame, read_event, read_sample, sample_frame
 from tinkex.engine.process.main import read_packet
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.tensor import TensorData
@@ -65,10 +74,10 @@ def test_the_engine_reads_packet_after_packet_and_then_the_end() -> None:
     sent = [packet(number, tenant, frame) for number, (tenant, frame) in enumerate(zip(tenants, frames, strict=True))]
     stream = io.BytesIO(b"".join(sent))
     read = [read_packet(stream) for _ in frames]
-    assert [found and (found.number, found.tenant, found.frame.head) for found in read] == [
-        (0, "ann", {"op": "a"}), (1, "", {"op": "b"}), (2, "Zoë/🐈", {"op": "c"}),
+    assert [found and (found[0], found[1].head) for found in read] == [
+        (0, {"op": "a", "tenant": "ann"}), (1, {"op": "b", "tenant": ""}), (2, {"op": "c", "tenant": "Zoë/🐈"}),
     ]  # fmt: skip
-    assert read[0] is not None and [len(buffer) for buffer in read[0].frame.buffers] == [100_000, 0]
+    assert read[0] is not None and [len(buffer) for buffer in read[0][1].buffers] == [100_000, 0]
     assert read_packet(stream) is None
 
 
@@ -79,7 +88,7 @@ def test_an_encoded_frame_is_put_into_its_packet_untouched() -> None:
     *_, frame = packet_parts(7, "ann", stored)
     assert frame is stored
     read = read_packet(io.BytesIO(packet(7, "ann", stored)))
-    assert read is not None and read.frame.head == {"op": "later", "field of another release": 100.0}
+    assert read is not None and read[1].head == {"op": "later", "field of another release": 100.0, "tenant": "ann"}
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\x00", Frame({"op": "x"}, [b"abc"]).encode()[:-1]])
@@ -96,7 +105,7 @@ def test_a_pipe_that_ends_inside_a_packet_is_the_end(cut: int) -> None:
 
 def test_the_engines_buffers_can_be_written_to() -> None:
     read = read_packet(io.BytesIO(packet(1, "", Frame({}, [b"1234"]))))
-    assert read is not None and not memoryview(read.frame.buffers[0]).readonly  # torch warns of what it may not write
+    assert read is not None and not memoryview(read[1].buffers[0]).readonly  # torch warns of what it may not write
 
 
 def test_a_pass_carries_tokens_and_tensors_packed() -> None:

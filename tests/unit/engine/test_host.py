@@ -16,10 +16,19 @@ import pytest
 from tests.unit.engine import scripted_child
 from tinkex.clock import REAL
 from tinkex.engine import host
-from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo, Sampled, SampleEvent, SampleSpec, Tokens
+from tinkex.engine.contract import (
+    EngineDied,
+    EngineFault,
+    ModelInfo,
+    Sampled,
+    SampleEvent,
+    SampleSpec,
+    Tokens,
+    pass_frame,
+    read_outputs,
+)
 from tinkex.engine.frames import Frame, packet_parts
 from tinkex.engine.host import LocalEngine, describe_exit, restart_delay_s
-from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.registry import resolve
 from tinkex.testing.clock import FakeClock
 from tinkex.types.inputs import Datum, ModelInput

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.oracle import datum
-from tinkex.engine.frames import Frame, Packet
-from tinkex.engine.messages import pass_frame
+from tinkex.engine.contract import pass_frame
+from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.process.loop import MOMENTS, PATIENCE, Loop, moment_s
+from tinkex.engine.process.loop import MOMENTS, PATIENCE, Loop, Packet, moment_s
 from tinkex.engine.runner_choice import choose_decoder, choose_runner
 from tinkex.engine.sampling.sampler import Sampler
 from tinkex.engine.training.trainer import Trainer
@@ -46,7 +46,7 @@ class Engine:
         self.trainer._start_micro_batch = count  # type: ignore[method-assign]
 
     def send(self, number: int, frame: Frame) -> None:
-        self.inbox.put(Packet(number, "", frame))
+        self.inbox.put((number, frame))
 
     def create(self, *names: str) -> None:
         for number, name in enumerate(names):

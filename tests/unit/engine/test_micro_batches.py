@@ -10,15 +10,13 @@ import torch
 
 from tests.unit.engine.oracle import Session
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.training import datum_tensors, losses
+from tinkex.engine.training import losses
 from tinkex.engine.training.micro_batches import Pass, next_micro_batch
 from tinkex.engine.training.runner import Item
 
 
 class Whole:
     """A runner that counts tokens and runs nothing."""
-
-    name = "whole"
 
     def cost_tokens(self, count: int, longest: int, total: int) -> int:
         return total
@@ -32,11 +30,19 @@ def passes_of(tiny: Model, lengths: dict[str, list[int]], tenants: dict[str, str
     loss = losses.find_loss("cross_entropy")
     found = []
     for name, given in lengths.items():
-        data = [
-            datum_tensors.DatumTensors(n, torch.zeros(size, dtype=torch.long), torch.zeros(size), {})
-            for n, size in enumerate(given)
+        items = [
+            Item(
+                adapter=adapter,
+                loss=loss,
+                config={},
+                needs_gradient=False,
+                index=index,
+                tokens_T=torch.zeros(size, dtype=torch.long),
+                targets=torch.zeros(size),
+                inputs={},
+            )
+            for index, size in enumerate(given)
         ]
-        items = [Item(adapter, one, loss, {}, False) for one in data]
         found.append(Pass(0, name, items, (tenants or {}).get(name, name)))
     return found
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.oracle import Oracle, Session, assert_gradients_equal, datum, randomise
-from tinkex.engine.messages import read_outputs
+from tinkex.engine.contract import read_outputs
 from tinkex.engine.models.loaded_model import Model
 from tinkex.types.inputs import Datum
 from tinkex.types.tensor import TensorData

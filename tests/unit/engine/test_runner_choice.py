@@ -18,7 +18,7 @@ from tests.unit.engine.architectures import CPU, PACKED, saved
 from tests.unit.engine.oracle import Session, assert_alike, both, datum, randomise
 from tests.unit.engine.sampling_oracle import answer, spec
 from tinkex.engine import runner_choice
-from tinkex.engine.messages import pass_frame, read_outputs
+from tinkex.engine.contract import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model, load
 from tinkex.engine.packed import head, lora_train
 from tinkex.engine.packed.runner import PackedRunner

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.oracle import Session, assert_equal, datum, randomise, state
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import EngineFault, pass_frame, read_outputs
 from tinkex.engine.frames import Frame, decode
-from tinkex.engine.messages import pass_frame, read_outputs
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training.runner import Item
 from tinkex.types.inputs import Datum
@@ -165,8 +164,6 @@ def test_commands_of_one_adapter_run_in_order_while_others_share_their_passes(ti
 
 class Failing:
     """A runner whose n-th micro-batch fails half-way, as one that runs out of memory does."""
-
-    name = "failing"
 
     def __init__(self, runner: Any, at: int, problem: Exception, guilty: str | None = None) -> None:
         self._runner, self._left, self._problem, self._guilty = runner, at, problem, guilty

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from tinkex.client._calls import validate
-from tinkex.engine.adapters.adapter import sites_for
+from tinkex.engine.adapters.adapter import Adapter, sites_for
 from tinkex.engine.adapters.optimizer import AdamW
-from tinkex.engine.contract import EngineFault, LoraSpec
-from tinkex.engine.messages import pass_frame
+from tinkex.engine.contract import EngineFault, LoraSpec, pass_frame
 from tinkex.engine.models import loaded_model, registry
 from tinkex.engine.training import datum_tensors
 from tinkex.engine.training import losses as engine_losses
@@ -203,7 +202,7 @@ def test_data_are_rejected_in_the_same_words(model: loaded_model.Model, loss_fn:
     assert "data[0]" in client
     assert client == words_of(check_data, data, loss_fn, None, model.info)
     frame = pass_frame("forward_backward", "a", data, loss_fn, None)
-    assert client == words_of(datum_tensors.read_data, frame, engine_losses.find_loss(loss_fn), model)
+    assert client == words_of(datum_tensors.read_items, frame, Adapter(model, LoraSpec()))
 
 
 def test_a_mask_that_leaves_no_token_is_rejected_before_the_journal(model: loaded_model.Model) -> None:

@@ -10,7 +10,7 @@ from tinkex.wire import proto_codec
 
 READ = """
 import sys
-from tinkex.engine.messages import pass_frame
+from tinkex.engine.contract import pass_frame
 from tinkex.server.training.intake import digest_of
 from tinkex.wire.proto_codec import decode_forward_backward_request
 

@@ -17,10 +17,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from tests.unit.server.live import Loop, checkpoint
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec, SequenceOutput, Tokens, pass_frame
 from tinkex.engine.frames import Frame
 from tinkex.engine.host import LocalEngine
-from tinkex.engine.messages import pass_frame
 from tinkex.engine.models import registry
 from tinkex.server.app import make_app
 from tinkex.server.http import event_stream

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tinkex.engine.adapters.lora import LoraWeights, Site, trained_sites
+from tinkex.engine.adapters.lora import LoraWeights, Site
 from tinkex.engine.contract import EngineFault, LoraSpec, checked
 from tinkex.engine.models.loaded_model import Model
 from tinkex.rules import limits
@@ -41,26 +41,28 @@ class Adapter:
             for leaf, gradient in zip(leaves[name], gradients[name], strict=True):
                 leaf.grad = gradient
         self.lora = LoraWeights(spec, leaves)
-        self._initialize()
+        # Drawn on the CPU for every device, so that the same seed gives the same adapter everywhere.
+        generator = torch.Generator().manual_seed(spec.seed % 2**64)
+        with torch.no_grad():
+            for site in self.sites:
+                bound = 1 / math.sqrt(site.d_in)
+                a_RD = torch.empty(spec.rank, site.d_in).uniform_(-bound, bound, generator=generator)
+                leaves[site.name][0].copy_(a_RD)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The buffers that a snapshot always has."""
+        return {"weights": self.weights_P, "exp_avg": self.exp_avg_P, "exp_avg_sq": self.exp_avg_sq_P}
 
     def clear_gradient(self) -> None:
         # In place: the leaves' gradients are views of it.
         self.gradient_P.zero_()
         self.has_gradient = False
 
-    def _initialize(self) -> None:
-        # Drawn on the CPU for every device, so that the same seed gives the same adapter everywhere.
-        generator = torch.Generator().manual_seed(self.spec.seed % 2**64)
-        with torch.no_grad():
-            for site in self.sites:
-                bound = 1 / math.sqrt(site.d_in)
-                a_RD = torch.empty(self.spec.rank, site.d_in).uniform_(-bound, bound, generator=generator)
-                self.lora.pairs[site.name][0].copy_(a_RD)
-
 
 def sites_for(model: Model, spec: LoraSpec) -> list[Site]:
     """Return the layers that such an adapter trains, in the order of its buffers. Raises if the spec is impossible."""
-    sites = trained_sites(model.sites, spec)
+    sites = [site for site in model.sites if getattr(spec, site.role.value)]
     if not sites:
         raise EngineFault(
             "train_attn, train_mlp and train_unembed leave nothing to train on "

@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ def save(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> dict[str, d
                 tensors[f"{_PREFIX}{site.name}.lora_{letter}.weight"] = tensor.detach().cpu()
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         if with_optimizer:
-            save_file(_moments(adapter), staging / MOMENTS)
+            moments = {"exp_avg": adapter.exp_avg_P.cpu(), "exp_avg_sq": adapter.exp_avg_sq_P.cpu()}
+            save_file({**moments, "step": torch.tensor(adapter.step)}, staging / MOMENTS)
         _write_json(staging / CONFIG, _peft_config(adapter))
         _write_json(staging / RUN_CONFIG, _run_config(adapter))
         files = {}
@@ -142,13 +143,7 @@ def read_weights(folder: Path | str, model: Model) -> LoraWeights:
 def snapshot(adapter: Adapter, folder: Path) -> int:
     """Write the complete state of an adapter. Returns its size in bytes."""
     with _atomic_folder(folder) as staging:
-        tensors = {
-            "weights": adapter.weights_P,
-            "exp_avg": adapter.exp_avg_P,
-            "exp_avg_sq": adapter.exp_avg_sq_P,
-        }
-        if adapter.has_gradient:
-            tensors["gradient"] = adapter.gradient_P
+        tensors = adapter.state | ({"gradient": adapter.gradient_P} if adapter.has_gradient else {})
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, staging / STATE)
         sites = [list(site) for site in adapter.sites]
         _write_json(staging / STATE_INFO, {**_run_config(adapter), "step": adapter.step, "sites": sites})
@@ -161,30 +156,21 @@ def restore(folder: Path, find_model: Callable[[str], Model]) -> Adapter:
         info, tensors = _read_json(folder / STATE_INFO), _read_tensors(folder / STATE)
     except EngineFault as fault:
         raise EngineFault(f"The run cannot be continued from its snapshot. {fault}", "server") from None
-    names = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
-    adapter = Adapter(find_model(info["base"]), LoraSpec(**{name: info[name] for name in names}))
+    spec = LoraSpec(**{field.name: info[field.name] for field in fields(LoraSpec)})
+    adapter = Adapter(find_model(info["base"]), spec)
     if [list(site) for site in adapter.sites] != info["sites"]:
         raise EngineFault(
             f"The layers of {info['base']} have changed since the run's snapshot was written. Use the same model.",
             "server",
         )
     with torch.no_grad():
-        adapter.weights_P.copy_(tensors["weights"])
-        adapter.exp_avg_P.copy_(tensors["exp_avg"])
-        adapter.exp_avg_sq_P.copy_(tensors["exp_avg_sq"])
+        for name, buffer in adapter.state.items():
+            buffer.copy_(tensors[name])
         if "gradient" in tensors:
             adapter.gradient_P.copy_(tensors["gradient"])
     adapter.has_gradient = "gradient" in tensors
     adapter.step = info["step"]
     return adapter
-
-
-def _moments(adapter: Adapter) -> dict[str, Tensor]:
-    return {
-        "exp_avg": adapter.exp_avg_P.cpu(),
-        "exp_avg_sq": adapter.exp_avg_sq_P.cpu(),
-        "step": torch.tensor(adapter.step),
-    }
 
 
 def _read_moments(adapter: Adapter, folder: Path, *, is_complete: bool) -> dict[str, Tensor]:

@@ -38,9 +38,9 @@ class Site(NamedTuple):
     d_out: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoraWeights:
-    """The weights of one adapter: site → (A [R, D], B [O, R])."""
+    """The weights of one adapter: site → (A [R, D], B [O, R]). Compared by identity."""
 
     spec: LoraSpec
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -54,11 +54,12 @@ class Segment(NamedTuple):
     stop: int
 
 
-def segments_of(weights: Iterable[LoraWeights | None], sizes: Iterable[int] = repeat(1)) -> list[Segment]:
-    """Return the segments of a batch. Entry i is the adapter of the next `sizes[i]` rows, None for the base model;
-    neighbours with the same adapter make one segment."""
+def segments_of(
+    weights: Iterable[LoraWeights | None], sizes: Iterable[int] = repeat(1), start: int = 0
+) -> list[Segment]:
+    """Return the segments of a batch from row `start` on. Entry i is the adapter of the next `sizes[i]` rows, None for
+    the base model; neighbours with the same adapter make one segment."""
     segments: list[Segment] = []
-    start = 0
     for adapter, size in zip(weights, sizes, strict=False):
         stop = start + size
         if adapter is not None:
@@ -90,11 +91,6 @@ def _role_of(name: str, module: nn.Module) -> Role | None:
     if any(word in part for part in parents for word in ("mlp", "feed_forward", "ffn", "moe", "expert")):
         return Role.MLP
     return None
-
-
-def trained_sites(sites: Sequence[Site], spec: LoraSpec) -> list[Site]:
-    """Return the sites that the client's flags switch on."""
-    return [site for site in sites if getattr(spec, site.role.value)]
 
 
 class LoraHooks:

@@ -9,7 +9,8 @@ W width of a head, O all of queries, keys and values side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -33,16 +34,12 @@ class SequenceBlock(NamedTuple):
         return slice(self.start, self.start + self.sequences * self.length)
 
 
-def blocks_of(lengths: Sequence[int]) -> list[SequenceBlock]:
-    """Group neighbouring sequences of one length."""
+def blocks_of(lengths: Iterable[int], start: int = 0) -> list[SequenceBlock]:
+    """Group neighbouring sequences of one length, from token `start` of the pack on."""
     blocks: list[SequenceBlock] = []
-    at = 0
-    for length in lengths:
-        if blocks and blocks[-1].length == length:
-            blocks[-1] = blocks[-1]._replace(sequences=blocks[-1].sequences + 1)
-        else:
-            blocks.append(SequenceBlock(at, 1, length))
-        at += length
+    for length, group in groupby(lengths):
+        blocks.append(SequenceBlock(start, len(list(group)), length))
+        start = blocks[-1].tokens.stop
     return blocks
 
 

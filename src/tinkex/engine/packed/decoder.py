@@ -11,7 +11,7 @@ heads, G query heads of each key head, W width of a head.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.lora import segments_of
-from tinkex.engine.packed import linear, norm_rope_gate, quantized
+from tinkex.engine.packed import head, linear, norm_rope_gate, quantized
 from tinkex.engine.packed.decode_attention import decode_attention_for
 from tinkex.engine.packed.linear import Linear, PackedLinear
 from tinkex.engine.packed.lora_decode import StackedLora
@@ -100,16 +100,15 @@ class PackedDecoder:
     def _attend_prompts(self, block: PromptBlock, number: int, qkv_NO: Tensor) -> Tensor:
         """Append the keys and values of new tokens to their prompts' caches, and attend to those."""
         weights, count = self._weights, len(block.caches)
-        repeats = weights.heads // weights.key_heads
-        q_BHTW, k_BKTW, v_BKTW = (
-            part.view(count, -1, part.shape[1], part.shape[2]).transpose(1, 2) for part in self._heads(qkv_NO)
-        )
+        heads, keys = weights.heads, weights.key_heads
+        qkv_BHTW = qkv_NO.view(count, -1, heads + 2 * keys, weights.head_width).transpose(1, 2)
+        q_BHTW, k_BKTW, v_BKTW = torch.split(qkv_BHTW, [heads, keys, keys], 1)
         for index, cache in enumerate(block.caches):
             prompt = slice(index, index + 1)
             cached = _layer(cache, number).update(k_BKTW[prompt], v_BKTW[prompt])
             if not block.is_whole:  # one prompt, whose earlier tokens are in the cache
                 k_BKTW, v_BKTW = cached
-        k_BHTW, v_BHTW = (part.repeat_interleave(repeats, 1) for part in (k_BKTW, v_BKTW))
+        k_BHTW, v_BHTW = (part.repeat_interleave(heads // keys, 1) for part in (k_BKTW, v_BKTW))
         out_BHTW, _ = _attend(q_BHTW, k_BHTW, v_BHTW, 0.0, block.is_whole, attn_mask=block.mask_TT, scale=weights.scale)
         attended_NO: Tensor = out_BHTW.transpose(1, 2).reshape(-1, weights.heads * weights.head_width)
         return attended_NO
@@ -143,13 +142,7 @@ class PackedDecoder:
             logits_NV = unembed(hidden_ND)
             self._head_lora.apply(0, hidden_ND, logits_NV)
             return logits_NV
-        logits_NV = linear.linear(hidden_ND, self._weights.head_VD)
-        for weights, start, stop in segments_of(adapters):
-            pair = weights.pairs.get(self._weights.head_site)
-            if pair is not None:
-                low_NR = hidden_ND[start:stop] @ pair[0].t() * weights.spec.scale
-                logits_NV[start:stop].addmm_(low_NR, pair[1].t())
-        return logits_NV
+        return head.unembed(self._weights, hidden_ND, segments_of(adapters))
 
     def _linear(
         self, linears: Sequence[Linear], number: int, x_BD: Tensor, residual_BO: Tensor | None = None
@@ -162,7 +155,9 @@ class PackedDecoder:
         self._lora.apply(number, x_BD, y_BO)
         return y_BO
 
-    def _attend_rows(self, cache: KVCache, number: int, qkv_BO: Tensor, prefixes: Sequence[SharedPrefix]) -> Tensor:
+    def _attend_rows(
+        self, cache: KVCache, number: int, qkv_BO: Tensor, prefixes: Mapping[KVCache, Tensor | slice]
+    ) -> Tensor:
         """Attend from every row to its own tokens, and to the prompt that it shares with others.
 
         A softmax over own tokens and prompt together is a weighted mean of the two softmaxes. The weight of the prompt
@@ -174,7 +169,7 @@ class PackedDecoder:
         query_BKGW, out_BKGW, own_BKG = self._attention.attend(
             _layer(cache, number), qkv_BO, needs_logsumexp=bool(prefixes)
         )
-        for rows, prefix in prefixes:
+        for prefix, rows in prefixes.items():
             assert own_BKG is not None
             layer = _layer(prefix, number)
             k_1KTW, v_1KTW = layer.keys[:1, :, layer.start : layer.end], layer.values[:1, :, layer.start : layer.end]
@@ -188,12 +183,6 @@ class PackedDecoder:
         return out_BKGW.flatten(1)
 
     # Both
-
-    def _heads(self, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weights = self._weights
-        heads, keys = weights.heads, weights.key_heads
-        qkv_NHW = qkv_NO.view(-1, heads + 2 * keys, weights.head_width)
-        return qkv_NHW[:, :heads], qkv_NHW[:, heads : heads + keys], qkv_NHW[:, heads + keys :]
 
     def _decode_linears(self) -> list[Linear]:
         """Return the linear layers for decoding; on first use, build them and drop kernels that compute wrong."""
@@ -238,9 +227,8 @@ class PromptBlock(NamedTuple):
 
 def _order(chunks: Sequence[PromptChunk]) -> list[int]:
     """Return the order in which prompts of one adapter, and within those prompts of one length, are neighbours."""
-    adapters = list(dict.fromkeys(id(chunk.weights) for chunk in chunks))
-    ranks = {adapter: rank for rank, adapter in enumerate(adapters)}
-    keys = [(ranks[id(chunk.weights)], chunk.start, len(chunk.tokens)) for chunk in chunks]
+    ranks = {weights: rank for rank, weights in enumerate(dict.fromkeys(chunk.weights for chunk in chunks))}
+    keys = [(ranks[chunk.weights], chunk.start, len(chunk.tokens)) for chunk in chunks]
     return sorted(range(len(chunks)), key=keys.__getitem__)
 
 
@@ -265,26 +253,17 @@ def _prompt_blocks(chunks: Sequence[PromptChunk]) -> list[PromptBlock]:
     return blocks
 
 
-class SharedPrefix(NamedTuple):
-    """Rows that attend to the cache of one prompt."""
-
-    rows: Tensor | slice
-    prefix: KVCache
-
-
-def _shared_prefixes(rows: Sequence[RowInput]) -> list[SharedPrefix]:
-    numbers_of: dict[int, list[int]] = {}
-    caches: dict[int, KVCache] = {}
+def _shared_prefixes(rows: Sequence[RowInput]) -> dict[KVCache, Tensor | slice]:
+    """Return the caches of shared prompts, each with the rows that attend to it."""
+    numbers_of: dict[KVCache, list[int]] = {}
     for number, row in enumerate(rows):
         if row.prefix is not None:
-            numbers_of.setdefault(id(row.prefix), []).append(number)
-            caches[id(row.prefix)] = row.prefix
-    shared = []
-    for key, numbers in numbers_of.items():
+            numbers_of.setdefault(row.prefix, []).append(number)
+    shared: dict[KVCache, Tensor | slice] = {}
+    for prefix, numbers in numbers_of.items():
         # A slice where the rows are neighbours: a view is cheaper than an index.
         are_neighbours = numbers == list(range(numbers[0], numbers[-1] + 1))
-        index = slice(numbers[0], numbers[-1] + 1) if are_neighbours else torch.tensor(numbers)
-        shared.append(SharedPrefix(index, caches[key]))
+        shared[prefix] = slice(numbers[0], numbers[-1] + 1) if are_neighbours else torch.tensor(numbers)
     return shared
 
 

@@ -67,17 +67,15 @@ class StackedLora:
 
     def prepare(self, weights: Sequence[LoraWeights | None]) -> None:
         """Prepare for rows with these adapters; None is the base model."""
-        if self._is_prepared and _is_same(weights, self._rows):
+        if self._is_prepared and tuple(weights) == self._rows:
             return
         self._rows, self._is_prepared = tuple(weights), False
-        rows_of: dict[int, list[int]] = {}
-        by_id: dict[int, LoraWeights] = {}
+        rows_of: dict[LoraWeights, list[int]] = {}
         for row, adapter in enumerate(weights):
             if adapter is not None:
-                rows_of.setdefault(id(adapter), []).append(row)
-                by_id[id(adapter)] = adapter
-        adapters = tuple(by_id.values())
-        if not _is_same(adapters, self._adapters):
+                rows_of.setdefault(adapter, []).append(row)
+        adapters = tuple(rows_of)
+        if adapters != self._adapters:
             self._adapters, self._stacks = (), []  # if stacking fails, no stack of other adapters may be left
             self._is_loop = is_wasteful([adapter.spec.rank for adapter in adapters])
             if not self._is_loop:
@@ -85,7 +83,7 @@ class StackedLora:
                     self._stack(adapters, sites, width) for sites, width in zip(self._groups, self._widths, strict=True)
                 ]
             self._adapters = adapters
-        self._loop = [(adapter, torch.tensor(rows_of[id(adapter)])) for adapter in adapters] if self._is_loop else []
+        self._loop = [(adapter, torch.tensor(rows)) for adapter, rows in rows_of.items()] if self._is_loop else []
         if self._kernels is not None:
             self._prepare_kernels(list(rows_of.values()))
         else:
@@ -198,10 +196,6 @@ def _stack_padded(
                 down_GSD[index, rows] = a_RD.detach()
                 up_GSO[index, rows, sites[site]] = b_OR.detach().t() * adapter.spec.scale
     return down_GSD, up_GSO
-
-
-def _is_same(some: Sequence[LoraWeights | None], others: Sequence[LoraWeights | None]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _apply_adapter(

@@ -16,11 +16,11 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from tinkex.engine.adapters.lora import Segment
+from tinkex.engine.adapters.lora import Segment, segments_of
 from tinkex.engine.packed import layer as layers
 from tinkex.engine.packed import norm_rope_gate
 from tinkex.engine.packed.attention import SequenceBlock, blocks_of
-from tinkex.engine.packed.head import Head, score
+from tinkex.engine.packed.head import score
 from tinkex.engine.packed.layer import Pack, SavedActivations
 from tinkex.engine.packed.lora_train import PackedLora
 from tinkex.engine.packed.weights import Weights
@@ -33,11 +33,8 @@ SAVED_BYTES = 1_500_000_000
 class PackedRunner:
     """Implements `training.runner.Runner`."""
 
-    name = "packed"
-
     def __init__(self, weights: Weights, *, saved_bytes: int = SAVED_BYTES) -> None:
         self.weights = weights
-        self._head = Head(weights.head_VD, weights.head_site)
         self._saved_bytes = saved_bytes
 
     def cost_tokens(self, count: int, longest: int, total: int) -> int:
@@ -52,23 +49,13 @@ class PackedRunner:
             x_TD, _ = layers.forward(weights, layer, pack, x_TD)
         return norm_rope_gate.rmsnorm(weights, x_TD, weights.norm_D)
 
+    @torch.no_grad()  # off inside each step and restored at each yield, where other code runs
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
         """Compute the items' losses and gradients; yields between layers and between chunks of the unembedding."""
-        steps = self._pass(_sorted(items))
-        # Autograd is off inside each step and restored at each yield, where other code runs.
-        while True:
-            with torch.no_grad():
-                try:
-                    next(steps)
-                except StopIteration:
-                    return
-            yield
-
-    def _pass(self, items: Sequence[Item]) -> Generator[None, None, None]:
-        weights = self.weights
+        weights, items = self.weights, _sorted(items)
         graded = sum(item.length for item in items if item.needs_gradient)
         pack = _pack(weights, items, graded)
-        x_ND = weights.embedded(torch.cat([item.datum.tokens_T for item in items]))
+        x_ND = weights.embedded(torch.cat([item.tokens_T for item in items]))
         saved: list[SavedActivations | Tensor] = []
         # What is saved are views into the activations of all tokens, so it costs the memory of all of them.
         whole_layers = self._whole_layers(x_ND.shape[0] if graded else 0)
@@ -81,11 +68,11 @@ class PackedRunner:
             del activations, before_ND
             yield
         hidden_ND = norm_rope_gate.rmsnorm(weights, x_ND, weights.norm_D)
-        d_ND = yield from score(self._head, items, hidden_ND, graded)
+        d_ND = yield from score(weights, items, hidden_ND, graded)
         if graded:
             d_ND = norm_rope_gate.rmsnorm_backward(weights, x_ND[:graded], weights.norm_D, d_ND, None)
             if hidden_ND.shape[0] > graded:
-                pack = _pack(weights, items, graded, graded)
+                pack = _pack(weights, [item for item in items if item.needs_gradient], graded)
             del x_ND, hidden_ND
             yield from self._backward(pack, saved, d_ND)
 
@@ -113,39 +100,23 @@ class PackedRunner:
 
 def _sorted(items: Sequence[Item]) -> list[Item]:
     """Order the items: those with a gradient first, then by adapter (in order of arrival), the longest first."""
-    order = {id(adapter): index for index, adapter in enumerate(dict.fromkeys(item.adapter for item in items))}
-    return sorted(items, key=lambda item: (not item.needs_gradient, order[id(item.adapter)], -item.length))
+    order = {adapter: index for index, adapter in enumerate(dict.fromkeys(item.adapter for item in items))}
+    return sorted(items, key=lambda item: (not item.needs_gradient, order[item.adapter], -item.length))
 
 
-def _pack(weights: Weights, items: Sequence[Item], graded: int, stop: int | None = None) -> Pack:
-    """Return what all layers share, for the tokens up to `stop`."""
+def _pack(weights: Weights, items: Sequence[Item], graded: int) -> Pack:
+    """Return what all layers share. Tokens with and without a gradient have no segment and no block in common."""
     segments: list[Segment] = []
-    lengths: list[int] = []
-    at = 0
-    for item in items:
-        if stop is not None and at >= stop:
-            break
-        last = segments[-1] if segments else None
-        # Tokens with and without a gradient are separate segments, even of one adapter.
-        if last is not None and last.weights is item.adapter.lora and at != graded:
-            segments[-1] = last._replace(stop=at + item.length)
-        else:
-            segments.append(Segment(item.adapter.lora, at, at + item.length))
-        lengths.append(item.length)
-        at += item.length
-    cos_N1W, sin_N1W = weights.angles(torch.cat([torch.arange(length) for length in lengths]))
-    lora = PackedLora(segments, at, graded, kernels=weights.kernels)
-    return Pack(lora, _blocks(lengths, graded), cos_N1W, sin_N1W)
-
-
-def _blocks(lengths: Sequence[int], graded: int) -> list[SequenceBlock]:
-    """Group sequences of one length; no block crosses the end of the tokens with a gradient."""
-    at, split = 0, 0
-    while at < graded:
-        at += lengths[split]
-        split += 1
-    rest = [block._replace(start=block.start + graded) for block in blocks_of(lengths[split:])]
-    return blocks_of(lengths[:split]) + rest
+    blocks: list[SequenceBlock] = []
+    count = 0
+    for needs_gradient in (True, False):
+        chosen = [item for item in items if item.needs_gradient is needs_gradient]
+        lengths = [item.length for item in chosen]
+        segments += segments_of([item.adapter.lora for item in chosen], lengths, count)
+        blocks += blocks_of(lengths, count)
+        count += sum(lengths)
+    cos_N1W, sin_N1W = weights.angles(torch.cat([torch.arange(item.length) for item in items]))
+    return Pack(PackedLora(segments, count, graded, kernels=weights.kernels), blocks, cos_N1W, sin_N1W)
 
 
 def _cut(saved: SavedActivations, blocks: Sequence[SequenceBlock], graded: int) -> SavedActivations:
@@ -153,12 +124,5 @@ def _cut(saved: SavedActivations, blocks: Sequence[SequenceBlock], graded: int) 
     if saved.x_ND.shape[0] == graded:
         return saved
     logsumexps = [part for part, block in zip(saved.logsumexps, blocks, strict=True) if block.start < graded]
-    return SavedActivations(
-        saved.x_ND[:graded],
-        None if saved.raw_qk_NO is None else saved.raw_qk_NO[:graded],
-        saved.qkv_NO[:graded],
-        saved.attended_NO[:graded],
-        logsumexps,
-        saved.middle_ND[:graded],
-        saved.gate_up_NF[:graded],
-    )
+    tensors = {name: part[:graded] for name, part in saved._asdict().items() if isinstance(part, Tensor)}
+    return saved._replace(**tensors, logsumexps=logsumexps)

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tinkex.clock import REAL
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, Tokens
-from tinkex.engine.frames import Frame, Packet
-from tinkex.engine.messages import event_frame, read_sample
+from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, Tokens, event_frame, read_sample
+from tinkex.engine.frames import Frame
 from tinkex.engine.process.turns import EngineTurn, Turns
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ _LONGEST_MOMENT_S = 0.02
 _READ_PER_S = {"cpu": 20e9}
 """Bytes per second; a terabyte on other devices."""
 
+Packet = tuple[int, Frame]
+"""A request's number and its command, with the tenant in its head."""
 Send = Callable[[int, Frame], None]
 """Sends a reply to the request of that number; 0 is for packets without a request."""
 
@@ -103,8 +104,7 @@ class Loop:
         return is_pass or self._sampler.has_work
 
     def _accept(self, packet: Packet) -> None:
-        number, tenant, frame = packet
-        frame.head["tenant"] = tenant  # for passes and samples alike: nothing behind this line knows the pipe
+        number, frame = packet
         op = frame.head.get("op")
         self._has_news = True
         if op == "sample":

@@ -27,8 +27,8 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from tinkex.engine.contract import EngineFault, ModelInfo
-from tinkex.engine.frames import HEADER, PREFIX, Frame, Packet, decode_parts, packet_parts
-from tinkex.engine.process.loop import Loop, Send, moment_s
+from tinkex.engine.frames import HEADER, PREFIX, Frame, decode_parts, packet_parts
+from tinkex.engine.process.loop import Loop, Packet, Send, moment_s
 from tinkex.errors import MissingExtra
 
 logger = logging.getLogger("tinkex.engine")
@@ -48,7 +48,7 @@ def main() -> None:
     # Imports create no garbage: looking for it would take a sixth of the start. What they made is frozen afterwards.
     gc.disable()
     try:
-        loop = load(inbox.get().frame.head, send)
+        loop = load(inbox.get()[1].head, send)
     except Exception as error:
         if not isinstance(error, EngineFault):  # an EngineFault is a message for the user already
             logger.exception("The engine cannot start.")
@@ -123,7 +123,11 @@ def read_packet(stream: BinaryIO) -> Packet | None:
         if not count:
             return None
         at += count
-    return Packet(number, tenant.decode(), decode_parts(head, body)) if len(head) == head_size else None
+    if len(head) < head_size:
+        return None
+    frame = decode_parts(head, body)
+    frame.head["tenant"] = tenant.decode()  # for passes and samples alike: nothing behind this line knows the pipe
+    return number, frame
 
 
 def load(start: Mapping[str, Any], send: Send) -> Loop:

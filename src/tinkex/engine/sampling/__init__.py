@@ -2,9 +2,9 @@
 
 Others import:
     sampler          `Sampler`, the one object that the engine's process drives
-    decoder          the contract of a decoder (`Decoder`, `PromptChunk`, `RowInput`); `packed` implements it
+    decoder          the contract of a decoder (`Decoder`, `PromptChunk`, `RowInput`), which `packed` implements too;
+                     `GeneralDecoder`
     kv_cache         `KVCache`, which a decoder fills
-    general_decoder  `GeneralDecoder`, for `runner_choice`
 
 A request goes through `sampler` (waits for room), `decode_batch` (prefill and decode), `next_token` (logits to tokens)
 and `stop_strings`. This package imports `adapters` and `models`. It never imports `packed` or `runner_choice`: the

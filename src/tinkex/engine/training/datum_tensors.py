@@ -2,39 +2,29 @@
 
 The server has checked the data by the same rules. What would crash the engine or give a wrong number is checked again.
 
-Axes: B datums, T tokens, K targets of one position.
+Axes: T tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault, checked
 from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.training.losses import Loss
+from tinkex.engine.training.losses import Config, Loss, find_loss, read_config
+from tinkex.engine.training.runner import Item
 from tinkex.rules import losses as rules
 from tinkex.rules.limits import MAX_TARGETS, check_length, unknown_token_error
 from tinkex.rules.losses import place
 
 _DTYPES = {"int64": ("<i8", np.int64), "float32": ("<f4", np.float32)}
-
-
-@dataclass(frozen=True, slots=True)
-class DatumTensors:
-    """One datum of a pass. `inputs` are those that the loss takes, in float32 and in the shape of the targets."""
-
-    index: int
-    tokens_T: Tensor
-    targets: Tensor
-    """[T] or [T, K]."""
-    inputs: Mapping[str, Tensor]
 
 
 class DenseTensor(NamedTuple):
@@ -44,26 +34,24 @@ class DenseTensor(NamedTuple):
     listed: Tensor | None
 
 
-def read_data(command: Frame, loss: Loss, model: Model) -> list[DatumTensors]:
+def read_items(command: Frame, adapter: Adapter) -> list[Item]:
     """Return the data of a `forward` or `forward_backward`. Raises EngineFault naming the datum and the input."""
-    rows = command.head["data"]
-    if not rows:
+    head = command.head
+    loss = find_loss(head["loss_fn"])
+    config = read_config(loss, head["config"])
+    if not head["data"]:
         raise EngineFault(str(rules.no_data_error()))
     total = 0
-    for index, row in enumerate(rows):
-        is_forward = command.head["op"] == "forward"
+    for index, row in enumerate(head["data"]):
+        is_forward = head["op"] == "forward"
         checked(rules.check_input_names, index, row["inputs"].keys(), loss.name, allows_extra=is_forward)
         total += _dense_size(row["inputs"]["target_tokens"], place(index, "target_tokens"))
         checked(rules.check_total_targets, index, total)
-    return [_read_datum(index, row, command.buffers, loss, model) for index, row in enumerate(rows)]
+    return [_read_item(index, command, adapter, loss, config) for index in range(len(head["data"]))]
 
 
-def pad_tokens(data: Sequence[DatumTensors]) -> Tensor:
-    """Return tokens [B, T], padded with zeros on the right. Causal attention never looks there: no mask is needed."""
-    return torch.nn.utils.rnn.pad_sequence([datum.tokens_T for datum in data], batch_first=True)
-
-
-def _read_datum(index: int, row: Mapping[str, Any], buffers: Sequence[Any], loss: Loss, model: Model) -> DatumTensors:
+def _read_item(index: int, command: Frame, adapter: Adapter, loss: Loss, config: Config) -> Item:
+    row, buffers, model = command.head["data"][index], command.buffers, adapter.model
     tokens_T = torch.from_numpy(np.frombuffer(buffers[row["tokens"]], "<i4").astype(np.int64))
     _check_tokens(tokens_T, f"data[{index}].model_input", model)
     limit = model.info.max_context_length or None
@@ -85,8 +73,15 @@ def _read_datum(index: int, row: Mapping[str, Any], buffers: Sequence[Any], loss
     if low is not None and high is not None and bool((low > high).any()):
         raise EngineFault(str(rules.crossed_thresholds_error(index)))
     device = model.device
-    return DatumTensors(
-        index, tokens_T.to(device), targets.to(device), {key: value.to(device) for key, value in inputs.items()}
+    return Item(
+        adapter=adapter,
+        loss=loss,
+        config=config,
+        needs_gradient=command.head["op"] == "forward_backward",
+        index=index,
+        tokens_T=tokens_T.to(device),
+        targets=targets.to(device),
+        inputs={key: value.to(device) for key, value in inputs.items()},
     )
 
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 from tinkex.engine.adapters.lora import Segment, segments_of
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.training import datum_tensors
 from tinkex.engine.training.runner import Item, compute_loss
 
 LOGITS_AT_ONCE = 2**25
@@ -25,8 +24,6 @@ POSITIONS_AT_ONCE = 512
 
 class GeneralRunner:
     """Implements `runner.Runner`."""
-
-    name = "general"
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -39,39 +36,39 @@ class GeneralRunner:
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
         """Run the whole micro-batch in one turn: a pass through autograd cannot be interrupted."""
         yield from ()
-        order = {id(adapter): index for index, adapter in enumerate(dict.fromkeys(item.adapter for item in items))}
+        order = {adapter: index for index, adapter in enumerate(dict.fromkeys(item.adapter for item in items))}
         # Items without a gradient run in a pass of their own: otherwise autograd would keep all that they computed.
         for needs_gradient in (True, False):
             chosen = [item for item in items if item.needs_gradient is needs_gradient]
             if chosen:
-                self._run_items(sorted(chosen, key=lambda item: order[id(item.adapter)]), needs_gradient)
+                self._run_items(sorted(chosen, key=lambda item: order[item.adapter]), needs_gradient)
 
     def _run_items(self, items: Sequence[Item], needs_gradient: bool) -> None:
         with torch.set_grad_enabled(needs_gradient):
             logprobs = self._target_logprobs(items)
             gradients = [compute_loss(item, lp) for item, lp in zip(items, logprobs, strict=True)]
-            if needs_gradient:
-                pairs = [(lp, d_lp) for lp, d_lp in zip(logprobs, gradients, strict=True) if d_lp is not None]
-                if pairs:
-                    torch.autograd.backward([lp for lp, _ in pairs], [d_lp for _, d_lp in pairs])
+            pairs = [(lp, d_lp) for lp, d_lp in zip(logprobs, gradients, strict=True) if d_lp is not None]
+            if pairs:
+                torch.autograd.backward([lp for lp, _ in pairs], [d_lp for _, d_lp in pairs])
 
     def _target_logprobs(self, items: Sequence[Item]) -> list[Tensor]:
         """Return, for each item, the log-probabilities of its targets, in the targets' shape."""
-        model, data = self._model, [item.datum for item in items]
+        model = self._model
         weights = [item.adapter.lora for item in items]
         lengths = [item.length for item in items]
-        tokens_BT = datum_tensors.pad_tokens(data)
+        # Causal attention never looks at padding on the right: no mask is needed.
+        tokens_BT = torch.nn.utils.rnn.pad_sequence([item.tokens_T for item in items], batch_first=True)
         hidden_BTD = model.hidden(tokens_BT, segments_of(weights))
         # From here on padding is gone: token n of row b is at b * T + n of the flattened batch.
         indices_N = torch.cat([torch.arange(n) + row * tokens_BT.shape[1] for row, n in enumerate(lengths)])
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, indices_N.to(model.device))
         targets_per_token_N = torch.cat(
-            [torch.full((n,), datum.targets.numel() // n) for n, datum in zip(lengths, data, strict=True)]
+            [torch.full((item.length,), item.targets.numel() // item.length) for item in items]
         )
-        targets_E = torch.cat([datum.targets.flatten() for datum in data])
+        targets_E = torch.cat([item.targets.flatten() for item in items])
         logprobs_E = self._unembed_targets(hidden_ND, targets_E, targets_per_token_N, segments_of(weights, lengths))
-        parts = torch.split(logprobs_E, [datum.targets.numel() for datum in data])
-        return [part.view(datum.targets.shape) for part, datum in zip(parts, data, strict=True)]
+        parts = torch.split(logprobs_E, [item.targets.numel() for item in items])
+        return [part.view(item.targets.shape) for part, item in zip(parts, items, strict=True)]
 
     def _unembed_targets(
         self, hidden_ND: Tensor, targets_E: Tensor, targets_per_token_N: Tensor, segments: Sequence[Segment]

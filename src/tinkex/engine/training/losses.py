@@ -54,12 +54,7 @@ def importance_sampling(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Ten
 
 def ppo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     """Σ −min(r·A, clip(r, lo, hi)·A)."""
-    advantages = inputs["advantages"]
-    log_ratio = _log_ratio(lp, inputs)
-    ratio = log_ratio.exp()
-    clipped = _clip(ratio, inputs, config)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages).sum()
-    return loss, _ratio_metrics(log_ratio, advantages) | _clip_metrics(ratio, clipped, advantages)
+    return _clipped_loss(_log_ratio(lp, inputs), inputs, config)
 
 
 def cispo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -93,10 +88,7 @@ def gspo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     # The value of `lp - constant_lp` is 0 and its gradient 1: every token has the ratio of the sequence, and its own
     # gradient. A token without an advantage gets the ratio 1.
     log_ratio = torch.where(advantages != 0, mean + lp - constant_lp, lp - constant_lp)
-    ratio = log_ratio.exp()
-    clipped = _clip(ratio, inputs, config)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages).sum()
-    return loss, _ratio_metrics(log_ratio, advantages) | _clip_metrics(ratio, clipped, advantages)
+    return _clipped_loss(log_ratio, inputs, config)
 
 
 def kl_divergence(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -132,6 +124,14 @@ def find_loss(name: object) -> Loss:
 def read_config(loss: Loss, settings: Mapping[str, object]) -> Config:
     """Return the loss's settings: the defaults, replaced by the caller's."""
     return checked(rules.check_config, loss.name, settings)
+
+
+def _clipped_loss(log_ratio: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
+    """Σ −min(r·A, clip(r, lo, hi)·A), with r = exp(log_ratio)."""
+    advantages, ratio = inputs["advantages"], log_ratio.exp()
+    clipped = _clip(ratio, inputs, config)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages).sum()
+    return loss, _ratio_metrics(log_ratio, advantages) | _clip_metrics(ratio, clipped, advantages)
 
 
 def _log_ratio(lp: Tensor, inputs: Inputs) -> Tensor:

@@ -19,14 +19,14 @@ from torch import Tensor
 from tinkex.engine.adapters import optimizer
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame
-from tinkex.engine.training.runner import DatumResult, Item, Runner
+from tinkex.engine.training.runner import Item, Runner
 from tinkex.rules.metrics import combine
 
 
 class Pass:
     """A `forward` or `forward_backward` in progress.
 
-    Every item is first in `pending`, then in `running` while its micro-batch runs, and has a result after that.
+    Every item is first in `pending`, then in `running` while its micro-batch runs, and has its results after that.
     """
 
     def __init__(self, number: int, adapter_name: str, items: Sequence[Item], tenant: str = "") -> None:
@@ -47,7 +47,7 @@ class Pass:
 
     def _longest_first(self) -> deque[Item]:
         """All items in the order in which they run: items of similar length share a micro-batch."""
-        return deque(sorted(self.items, key=lambda item: (-item.length, item.datum.index)))
+        return deque(sorted(self.items, key=lambda item: (-item.length, item.index)))
 
     def finish(self) -> Frame:
         """Return the reply of a pass whose items all have results. Raises if its gradient is not finite."""
@@ -57,7 +57,13 @@ class Pass:
                 "for very large weights or advantages, or logprobs far below the model's own."
             )
         self.adapter.has_gradient = self.adapter.has_gradient or self.needs_gradient
-        return _reply([item.result for item in self.items if isinstance(item.result, DatumResult)], self.seconds)
+        outputs: list[dict[str, Any]] = []
+        buffers: list[bytes] = []
+        for index, item in enumerate(self.items):
+            outputs.append({"logprobs": {"dtype": "float32", "shape": list(item.logprobs.shape), "data": index}})
+            buffers.append(item.logprobs.numpy().tobytes())
+        metrics = combine((item.metrics, 1) for item in self.items)
+        return Frame({"metrics": metrics, "outputs": outputs, "seconds": self.seconds}, buffers)
 
     def undo_gradient(self) -> None:
         """Restore the gradient to what it was before the pass, bit for bit."""
@@ -71,7 +77,7 @@ class Pass:
         self.runs_alone = True
         self.running.clear()
         for item in self.items:
-            item.result = None
+            item.fault = None
         self.pending = self._longest_first()
 
 
@@ -116,13 +122,3 @@ def next_micro_batch(passes: Sequence[Pass], token_budget: int, runner: Runner) 
         while add_next_item(pass_, token_budget):
             pass
     return batch
-
-
-def _reply(results: Sequence[DatumResult], seconds: float) -> Frame:
-    outputs: list[dict[str, Any]] = []
-    buffers: list[bytes] = []
-    for index, (logprobs, _) in enumerate(results):
-        outputs.append({"logprobs": {"dtype": "float32", "shape": list(logprobs.shape), "data": index}})
-        buffers.append(logprobs.numpy().tobytes())
-    metrics = combine((result.metrics, 1) for result in results)
-    return Frame({"metrics": metrics, "outputs": outputs, "seconds": seconds}, buffers)

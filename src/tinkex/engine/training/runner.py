@@ -4,79 +4,80 @@ Two runners keep it and pass the same tests: `packed.runner.PackedRunner`, writt
 float32 on a CPU, and `general_runner.GeneralRunner`, which goes through transformers' own modules and runs any causal
 LM. `engine.runner_choice` picks one when the model is loaded, and logs which.
 
-A micro-batch holds items of any number of adapters. An item that fails gets an `EngineFault` as its result and adds
+A micro-batch holds items of any number of adapters. An item that fails gets an `EngineFault` and adds
 nothing to a gradient; the other items go on.
+
+Axes: T tokens, K targets of one position.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault
-from tinkex.engine.training.datum_tensors import DatumTensors
 from tinkex.engine.training.losses import Config, Loss, Metrics
 
 
-class DatumResult(NamedTuple):
-    """What a pass computed for one datum: the targets' log-probabilities and the loss's metrics."""
-
-    logprobs: Tensor
-    metrics: Metrics
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Item:
-    """One datum of a pass, with the adapter and the loss that it belongs to."""
+    """One datum of a pass, with the adapter and the loss that it belongs to, and what the runner computed for it."""
 
     adapter: Adapter
-    datum: DatumTensors
     loss: Loss
     config: Config
     needs_gradient: bool
-    result: DatumResult | EngineFault | None = None
+    index: int
+    """The datum's position in the data of its pass."""
+    tokens_T: Tensor
+    targets: Tensor
+    """[T] or [T, K]."""
+    inputs: Mapping[str, Tensor]
+    """Those that the loss takes, in float32 and in the shape of the targets."""
+    fault: EngineFault | None = None
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Of the targets, in their shape."""
+    metrics: Metrics = field(default_factory=dict)
 
     @property
     def length(self) -> int:
-        return len(self.datum.tokens_T)
+        return len(self.tokens_T)
 
 
 class Runner(Protocol):
     """Runs micro-batches of one base model."""
 
-    name: str
-
     def cost_tokens(self, count: int, longest: int, total: int) -> int:
         """Return how much of the token budget `count` items use, the longest of `longest` tokens, all of `total`."""
 
     def run(self, items: Sequence[Item]) -> Generator[None, None, None]:
-        """Run one micro-batch: set the result of every item and add to the gradients of those that need one.
+        """Run one micro-batch: set the results of every item and add to the gradients of those that need one.
 
         Yields where sampling may take a turn. An exception concerns the whole micro-batch, such as out of memory.
         """
 
 
 def compute_loss(item: Item, logprobs: Tensor) -> Tensor | None:
-    """Compute an item's loss from its targets' log-probabilities, and set its result.
+    """Compute an item's loss from its targets' log-probabilities, and set its results.
 
     Returns the gradient of the loss with respect to the log-probabilities; None if the item needs none or failed.
     """
     leaf = logprobs.detach().requires_grad_(item.needs_gradient)
     try:
         with torch.set_grad_enabled(item.needs_gradient):
-            loss, metrics = item.loss.compute(leaf, item.datum.inputs, item.config)
+            loss, metrics = item.loss.compute(leaf, item.inputs, item.config)
         metrics = {"loss:sum": float(loss.detach()), **metrics}
         _check_finite(leaf.detach(), metrics)
     except EngineFault as fault:
-        item.result = EngineFault(f"data[{item.datum.index}]: {fault}", fault.category)
+        item.fault = EngineFault(f"data[{item.index}]: {fault}", fault.category)
         return None
-    item.result = DatumResult(leaf.detach().cpu(), metrics)
+    item.logprobs, item.metrics = leaf.detach().cpu(), metrics
     return loss_gradient(loss, leaf) if item.needs_gradient else None
 
 

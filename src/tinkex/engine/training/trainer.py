@@ -22,9 +22,9 @@ from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault, LoraSpec
 from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.training import datum_tensors, losses
+from tinkex.engine.training import datum_tensors
 from tinkex.engine.training.micro_batches import Pass, next_micro_batch
-from tinkex.engine.training.runner import Item, Runner
+from tinkex.engine.training.runner import Runner
 
 PASSES = ("forward", "forward_backward")
 
@@ -126,24 +126,22 @@ class Trainer:
         match head.get("op"):
             case "create":
                 self.adapters[name] = Adapter(self._base_model(head["base"]), _lora_spec(head))
-                return Frame({})
             case "restore":
                 self.adapters[name] = checkpoint.restore(Path(head["folder"]), self._base_model)
-                return Frame({})
             case "drop":
                 self.adapters.pop(name, None)
-                return Frame({})
-        adapter = self._adapter(name)
-        match head.get("op"):
             case "snapshot":
-                return Frame({"size_bytes": checkpoint.snapshot(adapter, Path(head["folder"]))})
+                return Frame({"size_bytes": checkpoint.snapshot(self._adapter(name), Path(head["folder"]))})
             case "save":
-                files = checkpoint.save(adapter, Path(head["folder"]), with_optimizer=bool(head["with_optimizer"]))
+                files = checkpoint.save(
+                    self._adapter(name), Path(head["folder"]), with_optimizer=bool(head["with_optimizer"])
+                )
                 return Frame({"files": files, "size_bytes": sum(entry["size_bytes"] for entry in files.values())})
             case "load":
-                checkpoint.load(adapter, Path(head["folder"]), with_optimizer=bool(head["with_optimizer"]))
-                return Frame({})
-        raise EngineFault(f"The engine knows no operation {head.get('op')!r}.", "server")
+                checkpoint.load(self._adapter(name), Path(head["folder"]), with_optimizer=bool(head["with_optimizer"]))
+            case op:
+                raise EngineFault(f"The engine knows no operation {op!r}.", "server")
+        return Frame({})
 
     def _base_model(self, name: str) -> Model:
         if name not in self._models:
@@ -158,14 +156,9 @@ class Trainer:
     # Passes
 
     def _start_pass(self, number: int, command: Frame) -> Pass:
-        head = command.head
-        adapter = self._adapter(head["adapter"])
-        loss = losses.find_loss(head["loss_fn"])
-        config = losses.read_config(loss, head["config"])
-        needs_gradient = head["op"] == "forward_backward"
-        data = datum_tensors.read_data(command, loss, adapter.model)
-        items = [Item(adapter, datum, loss, config, needs_gradient) for datum in data]
-        return Pass(number, head["adapter"], items, str(head.get("tenant", "")))
+        name = command.head["adapter"]
+        items = datum_tensors.read_items(command, self._adapter(name))
+        return Pass(number, name, items, str(command.head.get("tenant", "")))
 
     def _start_micro_batch(self) -> Generator[None, None, None]:
         """Start the next micro-batch, of the base model of the pass that has waited longest."""
@@ -188,7 +181,7 @@ class Trainer:
         tokens = sum(item.length for pass_ in self._batch for item in pass_.running)
         for pass_ in self._batch:
             pass_.seconds += self._batch_s * sum(item.length for item in pass_.running) / tokens
-            fault = next((item.result for item in pass_.running if isinstance(item.result, EngineFault)), None)
+            fault = next((item.fault for item in pass_.running if item.fault is not None), None)
             pass_.running.clear()
             if fault is None and pass_.pending:
                 continue
@@ -238,28 +231,21 @@ def _run_optimizer_steps(waiting: dict[str, WaitingStep]) -> list[Reply]:
     for step in waiting.values():
         groups.setdefault((step.settings, step.adapter.model.device), []).append(step)
     waiting.clear()
+    return [reply for group in groups.values() for reply in _run_together(group)]
+
+
+def _run_together(steps: Sequence[WaitingStep], *, may_retry: bool = True) -> list[Reply]:
+    """Run steps with the same settings in as few kernel calls as possible."""
     replies: list[Reply] = []
-    for (settings, _), group in groups.items():
-        undone = {id(step.adapter): step.number for step in group}
-        error = _try_steps([step.adapter for step in group], settings, undone, replies)
-        # Adapters that are not done are unchanged: each has another try, alone.
-        for step in group if error is not None else ():
-            if id(step.adapter) in undone:
-                own_error = _try_steps([step.adapter], settings, undone, replies)
-                replies += [(step.number, own_error)] if own_error is not None else []
-    return replies
-
-
-def _try_steps(
-    adapters: Sequence[Adapter], settings: optimizer.AdamW, undone: dict[int, int], replies: list[Reply]
-) -> Exception | None:
-    """Step the adapters, moving each from `undone` to `replies`. Returns the error that stopped it, if any."""
+    undone = {step.adapter: step for step in steps}
     try:
-        for adapter, metrics in optimizer.step_adapters(adapters, settings):
-            replies.append((undone.pop(id(adapter)), Frame({"metrics": metrics})))
-        return None
+        for adapter, metrics in optimizer.step_adapters(list(undone), steps[0].settings):
+            replies.append((undone.pop(adapter).number, Frame({"metrics": metrics})))
     except Exception as error:
-        return error
+        # Adapters that are not done are unchanged: each has another try, alone.
+        for step in undone.values():
+            replies += _run_together([step], may_retry=False) if may_retry else [(step.number, error)]
+    return replies
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+from tinkex.engine.contract import pass_frame
 from tinkex.engine.frames import Frame
-from tinkex.engine.messages import pass_frame
 from tinkex.errors import ValidationError
 from tinkex.rules import limits
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response

@@ -9,9 +9,8 @@ import orjson
 
 from tinkex.clock import Clock
 from tinkex.engine import frames
-from tinkex.engine.contract import Engine, EngineDied, EngineFault
+from tinkex.engine.contract import Engine, EngineDied, EngineFault, read_outputs
 from tinkex.engine.frames import Frame
-from tinkex.engine.messages import read_outputs
 from tinkex.server.training.residency import Residency
 from tinkex.server.training.run_queue import PendingOperation, RunQueue
 from tinkex.server.training.waiters import OperationResult
