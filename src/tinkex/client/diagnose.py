@@ -51,7 +51,7 @@ class ServiceProbe:
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         operation = Operation("probe", self._link.clock.now())
-        return self._link.operations.run(operation, work, self._timeout_s).result()
+        return self._link.run(operation, work, self._timeout_s).result()
 
 
 def fetch_json(config: Config, endpoint: Endpoint) -> Any:
@@ -63,4 +63,4 @@ def fetch_json(config: Config, endpoint: Endpoint) -> Any:
         await ready(link)
         return json_codec.decode_answer((await call(link, endpoint, operation=operation)).content)
 
-    return link.operations.run(operation, work).result()
+    return link.run(operation, work).result()

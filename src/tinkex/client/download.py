@@ -62,7 +62,7 @@ def download_checkpoint(
             progress(step)
 
     job = CheckpointDownload(rest_client, link, parsed, Path(folder), watch, keep_archive)
-    return link.operations.run(operation, job.run, LONGEST_S)
+    return link.run(operation, job.run, LONGEST_S)
 
 
 class DownloadOperation(Operation):

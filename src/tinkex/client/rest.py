@@ -364,7 +364,7 @@ class RestClient(_Account):
                     raise RequestFailedError(f"The trace of session {session_id} failed: {export.get('error')}")
                 await link.clock.sleep(TRACE_POLL_S)
 
-        return link.operations.run(operation, work)
+        return link.run(operation, work)
 
     async def export_session_trace_async(self, session_id: str) -> str:
         return await self.export_session_trace(session_id)
@@ -389,7 +389,7 @@ class RestClient(_Account):
                 )
             return await self._call("whoami", endpoints.WHOAMI)  # type: ignore[no-any-return]
 
-        return link.operations.run(operation, work)
+        return link.run(operation, work)
 
     def _on_checkpoint(self, method: str, endpoint: Endpoint, tinker_path: str, body: Any = None) -> APIFuture[Any]:
         parsed = _parsed(tinker_path)
@@ -441,7 +441,7 @@ def copy_weights(
         )
         return str(copy.tinker_path)
 
-    return link.operations.run(operation, work)
+    return link.run(operation, work)
 
 
 def _unpickle(kind: type[_Rest], address: dict[str, Any], session_id: str | None) -> _Rest:

@@ -116,8 +116,8 @@ class SamplingClient(BaseClient):
         operation.usage = self._usage(request.prompt)
         if link.dialect is not None:
             write_prompt(request.prompt, link.dialect)  # the long part of the body, on the caller's thread
-        link.operations.announce(operation)
-        future = link.operations.run(operation, lambda: run_sample(link, operation, self._sampling, request))
+        link.announce(operation)
+        future = link.run(operation, lambda: run_sample(link, operation, self._sampling, request))
         if link.dynamic.sample_cancel_enabled:
             future.add_done_callback(lambda done: cancel_on_service(link, operation, done))
         return future
@@ -295,7 +295,7 @@ def create_sampling_client(
             record_stability_info=record_stability_info,
         )
 
-    return link.operations.run(operation, work)
+    return link.run(operation, work)
 
 
 async def learn_context_lengths(session: Session) -> None:

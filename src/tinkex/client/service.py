@@ -230,7 +230,7 @@ class ServiceClient(BaseClient):
         operation = self._session.operation("create_model")
         link = self._session.link()
         operation.observers = (self._observer(),)
-        return link.operations.run(operation, lambda: self._make(operation, base_model, lora, user_metadata, optimizer))
+        return link.run(operation, lambda: self._make(operation, base_model, lora, user_metadata, optimizer))
 
     async def _make(
         self,
@@ -243,7 +243,7 @@ class ServiceClient(BaseClient):
         link = self._session.link()
         session_id = await self._session.id()
         link.loop.spawn(learn_context_lengths(self._session))
-        accepted = await submit(
+        collect = await submit(
             link,
             operation,
             endpoints.CREATE_MODEL,
@@ -252,7 +252,7 @@ class ServiceClient(BaseClient):
                 session_id, seq, base_model, lora, user_metadata, optimizer, dialect=dialect
             ),
         )
-        created = await accepted.result()
+        created = await collect()
         return TrainingClient(self._session, created.model_id, base_model=base_model)
 
     def _from_state(
@@ -274,7 +274,7 @@ class ServiceClient(BaseClient):
         async def work() -> TrainingClient:
             session_id = await self._session.id()
             if link.server.create_model_via_load_weights:
-                accepted = await submit(
+                collect = await submit(
                     link,
                     operation,
                     endpoints.LOAD_WEIGHTS,
@@ -290,7 +290,7 @@ class ServiceClient(BaseClient):
                         weights_access_token,
                     ),
                 )
-                loaded = await accepted.result()
+                loaded = await collect()
                 if loaded.model_id is None:
                     raise APIResponseValidationError(message="The service loaded the weights but named no model.")
                 return TrainingClient(self._session, loaded.model_id, base_model=base_model)
@@ -306,7 +306,7 @@ class ServiceClient(BaseClient):
             await load(path, weights_access_token)
             return client
 
-        return link.operations.run(operation, work)
+        return link.run(operation, work)
 
     def _from_run(self, model_id: str) -> APIFuture[TrainingClient]:
         if not isinstance(model_id, str) or not model_id:
@@ -327,7 +327,7 @@ class ServiceClient(BaseClient):
             base_model = info.model_name or info.model_data.model_name
             return TrainingClient(self._session, info.model_id, base_model=base_model, next_seq_id=info.last_seq_id + 1)
 
-        return link.operations.run(operation, work)
+        return link.run(operation, work)
 
     async def _saved(
         self, path: str, weights_access_token: str | None

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tinkex.client._calls import chunks, validate
+from tinkex.client._calls.passes import TrainingPass, run_custom_loss
 from tinkex.client._calls.submit import Encode
-from tinkex.client._calls.training_calls import CustomLossCall, PassCall, SingleCall
 from tinkex.client._files.tokenizer_files import tokenizer_of_model
 from tinkex.client._runtime.base_client import BaseClient, warn_of_retry_config
 from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE
-from tinkex.client._runtime.operation_queue import OperationQueue
+from tinkex.client._runtime.operation_queue import OperationQueue, Turn
 from tinkex.client._runtime.session import Session
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.client.future import APIFuture
@@ -97,8 +97,13 @@ class TrainingClient(BaseClient):
             raise ValidationError(f"forward_backward_custom takes a function, got {type(loss_fn).__name__}.")
         checked = validate.check_data(data, None)
         usage = self._usage(checked, trains=True, prefills=True)
-        call = CustomLossCall(self._queue, checked, self._split(checked), loss_fn)
-        return self._queue.submit("forward_backward_custom", call, usage=usage)
+        parts = self._split(checked)
+        return self._queue.submit(
+            "forward_backward_custom",
+            2 * len(parts),
+            lambda turn: run_custom_loss(turn, self._queue, checked, parts, loss_fn),
+            usage=usage,
+        )
 
     async def forward_backward_custom_async(
         self, data: Sequence[Datum], loss_fn: CustomLossFn, *, loss_type_input: str | None = None
@@ -320,8 +325,9 @@ class TrainingClient(BaseClient):
         config = validate.check_loss_config(loss_fn_config, loss_fn)
         is_forward = endpoint is endpoints.FORWARD
         usage = self._usage(checked, trains=not is_forward, prefills=is_forward)
-        call = PassCall(endpoint, self.model_id, self._split(checked), loss_fn, config)
-        return self._queue.submit(kind, call, usage=usage)
+        parts = self._split(checked)
+        training_pass = TrainingPass(endpoint, self.model_id, parts, loss_fn, config)
+        return self._queue.submit(kind, len(parts), training_pass.run, usage=usage)
 
     def _usage(self, data: list[Datum], *, trains: bool, prefills: bool) -> Usage:
         if not counts_usage():
@@ -337,7 +343,13 @@ class TrainingClient(BaseClient):
         read: Callable[[Any], Any] | None = None,
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> APIFuture[Any]:
-        return self._queue.submit(kind, SingleCall(endpoint, encode, read), metrics=metrics)
+        async def work(turn: Turn) -> Any:
+            async with turn as send:
+                collect = await send(endpoint, encode, 0)
+            result = await collect()
+            return result if read is None else read(result)
+
+        return self._queue.submit(kind, 1, work, metrics=metrics)
 
     def _load(self, path: str, *, optimizer: bool, weights_access_token: str | None) -> APIFuture[LoadWeightsResponse]:
         validate.check_state_path(path)

@@ -50,7 +50,7 @@ def outcome(link: ServiceLink, attempts: Attempts, *results: APIError | str) -> 
         return f"{result} {attempt}"
 
     operation = Operation("test", link.clock.now())
-    return link.operations.run(operation, lambda: attempts.run(send_once)).result(10)
+    return link.run(operation, lambda: attempts.run(send_once)).result(10)
 
 
 def attempts(link: ServiceLink, **options: Any) -> Attempts:

@@ -8,7 +8,7 @@
     handshake          ready: dialect, limits and tokens of a service
     poll, poll_batch   from a request id to a result
     submit             one training request
-    training_calls     what a training client puts into its queue
+    passes             forward, forward_backward and custom losses over chunks of data
     sampling_session   the numbers of a sampler's samples
     sample_call        one sample
     chunks             cuts the data of one call into requests

@@ -69,13 +69,12 @@ class Attempts:
 
     def curve_delay(self, error: APIError, attempt: int, faults: int, faulty_since: float) -> float:
         """Return the pause of the retry curve after `faults` failures, and report it; raise if there is none left."""
-        reachability = self.link.reachability
-        elapsed_s = max(self.link.clock.now() - faulty_since, reachability.silent_s(self.operation))
+        elapsed_s = max(self.link.clock.now() - faulty_since, self.link.silent_s(self.operation))
         delay_s = self.policy.delay(faults - 1, elapsed_s, self.hint_s(error), random.random)
         if delay_s is None:
             raise self._gave_up(error, attempt, elapsed_s)
         self.link.stats.retries += 1
-        reachability.warn_unreachable(error, faults)
+        self.link.warn_unreachable(error, faults)
         self.emit_retry(attempt, delay_s, self.operation.last_error or "")
         return delay_s
 

@@ -47,7 +47,7 @@ async def poll(
     try:
         while True:
             read = await polls.run(polls.ask)
-            now = operation.last_response_at = link.reachability.last_progress_at = clock.now()
+            now = operation.last_response_at = link.last_progress_at = clock.now()
             if isinstance(read, envelope.Done):
                 if polls.has_size:  # it had ended before this poll, which did nothing but bring the result
                     operation.fetch_s += now - polls.sent_at
@@ -136,7 +136,7 @@ class PollAttempts(Attempts):
         if not (error.retryable or may_become_visible):
             raise error
         self._note_fault(error)
-        self.link.reachability.warn_unreachable(error, attempt)
+        self.link.warn_unreachable(error, attempt)
         delay_s = poll_delay(Poll.FAULT, attempt - 1, hint_s=self.hint_s(error), rng=random.random)
         return min(delay_s, max(self.link.config.unreachable_s, 0.01))
 

@@ -168,7 +168,7 @@ class OutgoingRequest:
             self.report(0, 0, str(error))
             raise
         if response.status < 500:
-            self._link.reachability.last_heard_at = self._link.clock.now()
+            self._link.last_heard_at = self._link.clock.now()
         return response
 
     async def _has_new_token(self) -> bool:

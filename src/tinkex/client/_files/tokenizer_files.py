@@ -29,7 +29,7 @@ def _load(session: Session, name: str) -> Any:
     if on_own_loop():
         raise WrongThread("get_tokenizer() waits for files and cannot run on the SDK's own loop thread.")
     link = session.link()
-    link.operations.run(session.operation("tokenizer"), lambda: ready(link)).result()
+    link.run(session.operation("tokenizer"), lambda: ready(link)).result()
     if not link.extensions.get("tokenizers"):
         return load(name)
 
@@ -43,7 +43,7 @@ def _load(session: Session, name: str) -> Any:
             except NotFoundError:
                 return None
 
-        return link.operations.run(operation, work).result()
+        return link.run(operation, work).result()
 
     config = session.config
     return load(name, ServiceFiles(fetch, Path(config.cache_dir), config.base_url))

@@ -131,7 +131,7 @@ class BaseClient:
                 return None
             return json_codec.read_content(getattr(tinkex.types, endpoint.answer), response.content)
 
-        return link.operations.run(operation, work)
+        return link.run(operation, work)
 
     def _console(self) -> str:
         config = self._session.config

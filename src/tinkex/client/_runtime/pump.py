@@ -86,7 +86,7 @@ class Pump(Generic[T]):
         future.cancel()
 
     def _start(self) -> APIFuture[object]:
-        future = self._link.operations.run(self._operation, lambda: self._receive(self._put))
+        future = self._link.run(self._operation, lambda: self._receive(self._put))
         future.add_done_callback(lambda _: self._put(_End()))
         return future
 

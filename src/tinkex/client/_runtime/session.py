@@ -176,7 +176,7 @@ class Session:
         link = self.link()
         operation = self.operation("close")
         core.is_closed = True
-        return link.operations.run(operation, lambda: _finish(core, link, operation, status, detail), FINISH_S)
+        return link.run(operation, lambda: _finish(core, link, operation, status, detail), FINISH_S)
 
 
 async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: str, detail: str | None) -> None:
