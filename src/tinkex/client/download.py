@@ -17,8 +17,8 @@ from pathlib import Path
 from tinkex.client._files.archive import safe_path, unpack
 from tinkex.client._files.fetch import DownloadPart, DownloadProgress, Watcher, download
 from tinkex.client._runtime.link import ServiceLink
+from tinkex.client._runtime.loop import in_thread
 from tinkex.client._runtime.operation import Operation
-from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.future import APIFuture
 from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from tinkex.client._calls import validate
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.sample_call import SampleCall, cancel_on_service, run_sample
 from tinkex.client._calls.sampling_session import SamplingSession

@@ -10,8 +10,8 @@ import pytest
 import tinkex
 from tinkex import settings
 from tinkex.client._calls.attempts import Attempts
-from tinkex.client._calls.poll_batch import FAULTS_ALLOWED, BatchAttempts
 from tinkex.client._calls.sample_call import SampleAttempts
+from tinkex.client._calls.sampling_session import FAULTS_ALLOWED, BatchAttempts
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIConnectionError, APIError, APITimeoutError, Response, status_error

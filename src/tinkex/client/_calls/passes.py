@@ -1,4 +1,4 @@
-"""The passes of a training client: over chunks of data, one request each, and with a custom loss between two of them."""
+"""The passes of a training client: over data cut into chunks, and with a custom loss between two of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from tinkex.client import custom_loss
 from tinkex.client._calls import chunks
 from tinkex.client._calls.submit import Collect, Encode
+from tinkex.client._runtime.loop import in_thread
 from tinkex.client._runtime.operation_queue import OperationQueue, Send, Turn, inside_custom_loss
-from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.errors import TinkexError
 from tinkex.types import Datum, ForwardBackwardOutput

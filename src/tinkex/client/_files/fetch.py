@@ -22,8 +22,8 @@ from tinkex.client._calls.attempts import Attempts
 from tinkex.client._calls.send import DOWNLOAD, open_download
 from tinkex.client._http.transport import REDIRECTS, Headers, StreamedResponse
 from tinkex.client._runtime.link import ServiceLink
+from tinkex.client._runtime.loop import in_thread
 from tinkex.client._runtime.operation import Operation
-from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.errors import APIConnectionError, APIError, Response, TinkexError, status_error
 
 PIECE = 1 << 20

@@ -1,8 +1,7 @@
 """What every client runs on: the loop thread, the link to a service, operations, sessions, queues.
 
     fork               per-process state: threads, fork and exit in one place; ProcessRegistry
-    loop               LoopThread, Mailbox: one event loop in one daemon thread
-    worker_threads     in_thread: runs a user's function beside the loop
+    loop               LoopThread, Mailbox: one event loop in one daemon thread; in_thread: a function beside it
     operation          Operation: the state of one call in flight
     auth               Auth: the API key or its short-lived token
     tracing            OpenTelemetry spans

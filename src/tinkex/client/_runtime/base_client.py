@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import tinkex.types
 from tinkex import settings
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._runtime.operation import Operation, QueueObserver
 from tinkex.client._runtime.session import Session

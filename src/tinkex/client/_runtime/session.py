@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkex._version import PROTOCOL_VERSION
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.send import send
 from tinkex.client._runtime.link import ServiceLink, link_for
