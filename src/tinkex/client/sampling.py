@@ -15,7 +15,7 @@ from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.sample_call import SampleCall, cancel_on_service, run_sample
 from tinkex.client._calls.sampling_session import SamplingSession
-from tinkex.client._files.tokenizer_files import tokenizer_by_name
+from tinkex.client._files.tokenizer_files import load_tokenizer
 from tinkex.client._http.transport import HTTPResponse
 from tinkex.client._runtime.base_client import BaseClient
 from tinkex.client._runtime.link import ServiceLink
@@ -23,6 +23,7 @@ from tinkex.client._runtime.operation import NO_USAGE, Operation
 from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture, finished, follow_up, reject, resolve
 from tinkex.client.stream import SampleStream
+from tinkex.client.tokenizer import tokenizer_id
 from tinkex.errors import APIError, ClosedError, TinkexError, ValidationError
 from tinkex.events import Usage, counts_usage
 from tinkex.types import (
@@ -111,9 +112,9 @@ class SamplingClient(BaseClient):
             seq_id=self._sampling.next_seq_id(),
             model_id=self.sampling_session_id,
             session=self._session,
+            usage=self._usage(request.prompt),
+            observers=(self._observe,),
         )
-        operation.observers = (self._observe,)
-        operation.usage = self._usage(request.prompt)
         if link.dialect is not None:
             write_prompt(request.prompt, link.dialect)  # the long part of the body, on the caller's thread
         link.announce(operation)
@@ -183,7 +184,7 @@ class SamplingClient(BaseClient):
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
-        return tokenizer_by_name(self._session, self.get_base_model())
+        return load_tokenizer(self._session, tokenizer_id(self.get_base_model()))
 
     def get_base_model(self) -> str:
         return self._base_model().result()
@@ -277,10 +278,9 @@ def create_sampling_client(
     if model_path is not None:
         validate.check_sampler_path(model_path)
     link = session.link()
-    operation = session.operation("create_sampling_session")
     sampling_seq = session.next_sampling_seq()
 
-    async def work() -> SamplingClient:
+    async def work(operation: Operation) -> SamplingClient:
         session_id = await session.id()
         dialect = await ready(link)
         link.loop.spawn(learn_context_lengths(session))
@@ -295,7 +295,7 @@ def create_sampling_client(
             record_stability_info=record_stability_info,
         )
 
-    return link.run(operation, work)
+    return session.run("create_sampling_session", work)
 
 
 async def learn_context_lengths(session: Session) -> None:

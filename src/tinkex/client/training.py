@@ -14,7 +14,7 @@ from typing import Any
 from tinkex.client._calls import chunks, validate
 from tinkex.client._calls.passes import TrainingPass, run_custom_loss
 from tinkex.client._calls.submit import Encode
-from tinkex.client._files.tokenizer_files import tokenizer_of_model
+from tinkex.client._files.tokenizer_files import load_tokenizer
 from tinkex.client._runtime.base_client import BaseClient, warn_of_retry_config
 from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE
 from tinkex.client._runtime.operation_queue import OperationQueue, Turn
@@ -22,6 +22,7 @@ from tinkex.client._runtime.session import Session
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.client.future import APIFuture
 from tinkex.client.sampling import SamplingClient, create_sampling_client
+from tinkex.client.tokenizer import tokenizer_id
 from tinkex.errors import TinkexError, ValidationError
 from tinkex.events import Usage, counts_usage
 from tinkex.types import (
@@ -299,7 +300,9 @@ class TrainingClient(BaseClient):
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
-        return tokenizer_of_model(self._session, self.get_info())
+        info = self.get_info()
+        name = info.model_data.model_name or info.model_name or ""
+        return load_tokenizer(self._session, tokenizer_id(name, info.model_data.tokenizer_id))
 
     def get_console_url(self) -> str:
         return f"{self._console()}/training_runs/{self.model_id}"

@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.client._calls.attempts import call
@@ -28,6 +28,7 @@ from tinkex.types import CreateSessionResponse
 from tinkex.wire import endpoints, json_codec, requests
 from tinkex.wire.dialect import Dialect
 
+T = TypeVar("T")
 log = logging.getLogger("tinkex.session")
 HEARTBEAT_S = 10.0
 HEARTBEAT_TIMEOUT_S = 10.0
@@ -120,6 +121,11 @@ class Session:
 
     def operation(self, kind: str) -> Operation:
         return Operation(kind, self.link().clock.now(), session=self)
+
+    def run(self, kind: str, work: Callable[[Operation], Coroutine[Any, Any, T]]) -> APIFuture[T]:
+        """Start an operation of this session. Returns at once, from any thread."""
+        operation = self.operation(kind)
+        return self.link().run(operation, lambda: work(operation))
 
     async def id(self) -> str:
         """Open the session if needed and return its id; one request however many ask. Loop thread."""
