@@ -49,8 +49,11 @@ ARCHIVE_VALID = dt.timedelta(minutes=15)
 TRACE_POLL_S = 5.0
 
 
-class _Rest(BaseClient):
-    """The base of the REST clients: they reach their service through a session, or by settings alone."""
+class _Account(BaseClient):
+    """What both clients have: programs from before there was an AdminClient call it on the RestClient.
+
+    They reach their service through a session, or by settings alone.
+    """
 
     def __init__(
         self,
@@ -81,10 +84,6 @@ class _Rest(BaseClient):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._session.config.base_url}>"
-
-
-class _Account(_Rest):
-    """The methods of both clients: programs from before there was an AdminClient call them on the RestClient."""
 
     def get_audit_log(self, event_type: str = "all", day: dt.date | None = None) -> APIFuture[AuditLogResponse]:
         query = {"event_type": event_type, "day": day.isoformat() if day else None}
@@ -430,7 +429,7 @@ def copy_weights(
     return session.run("copy_weights", work)
 
 
-def _unpickle(kind: type[_Rest], address: dict[str, Any], session_id: str | None) -> _Rest:
+def _unpickle(kind: type[_Account], address: dict[str, Any], session_id: str | None) -> _Account:
     return kind(BaseClient._session_from(address, None))
 
 

@@ -87,23 +87,11 @@ class SamplingClient(BaseClient):
         4
         """
         link = self._session.link()
-        params = validate.check_sampling(
-            prompt,
-            num_samples,
-            sampling_params,
-            self._context_length(link),
-            include_prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=target_prompt_logprobs,
-            prompt_alt_tokens_k=prompt_alt_tokens_k,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
-        )
-        request = SampleCall(
-            prompt, num_samples, params, include_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs,
+        sample = SampleCall(
+            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs,
             target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n, self._record_stability_info,
         )  # fmt: skip
-        return self._start(link, request)
+        return self._start(link, validate.check_sampling(sample, self._context_length(link)))
 
     def _start(self, link: ServiceLink, request: SampleCall) -> APIFuture[SampleResponse]:
         operation = Operation(
@@ -178,8 +166,8 @@ class SamplingClient(BaseClient):
         4
         """
         link = self._session.link()
-        params = validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(link))
-        sample = SampleCall(prompt, num_samples, params)
+        sample = SampleCall(prompt, num_samples, sampling_params)
+        sample = validate.check_sampling(sample, self._context_length(link))
         return SampleStream(self._session, self._sampling, sample, lambda: self._usage(prompt))
 
     def get_tokenizer(self) -> Any:

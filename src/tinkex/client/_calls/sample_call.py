@@ -34,7 +34,7 @@ class SampleCall(NamedTuple):
     prompt: ModelInput
     num_samples: int
     params: SamplingParams
-    prompt_logprobs: bool | None = None
+    include_prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: TensorData | None = None
@@ -49,7 +49,7 @@ class SampleCall(NamedTuple):
             self.params,
             sampling_session_id=sampling_session_id,
             seq_id=seq_id or 0,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.include_prompt_logprobs,
             topk_prompt_logprobs=self.topk_prompt_logprobs,
             topk_sample_logprobs=self.topk_sample_logprobs,
             target_prompt_logprobs=self.target_prompt_logprobs,

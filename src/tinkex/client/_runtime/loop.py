@@ -250,10 +250,10 @@ def _forget() -> None:
     _mailboxes_lock = threading.Lock()
 
 
+after_fork_in_child(_forget)
+
+
+@atexit.register
 def _exit() -> None:
     if _current is not None:
         _current.stop()
-
-
-after_fork_in_child(_forget)
-atexit.register(_exit)

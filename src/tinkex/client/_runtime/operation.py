@@ -6,17 +6,25 @@ import concurrent.futures
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tinkex.events import Usage
-
-if TYPE_CHECKING:
-    from tinkex.client._runtime.session import Session
 
 QueueObserver = Callable[[str, str | None], object]
 NO_USAGE = Usage()
 NO_METRICS: Mapping[str, float] = {}
 _numbers = itertools.count(1)
+
+
+class Owner(Protocol):
+    """The session an operation belongs to; the operation keeps it alive."""
+
+    @property
+    def session_id(self) -> str | None: ...
+
+    def state(self) -> str: ...
+
+    def report_failure(self, operation: str, error: BaseException) -> None: ...
 
 
 class FutureStatus(NamedTuple):
@@ -44,8 +52,7 @@ class Operation:
     _: KW_ONLY
     seq_id: int | None = None
     model_id: str = ""
-    session: Session | None = None
-    """The session it belongs to, kept alive by it."""
+    session: Owner | None = None
     usage: Usage = NO_USAGE
     metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
     observers: tuple[QueueObserver, ...] = ()
