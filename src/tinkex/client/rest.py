@@ -409,7 +409,7 @@ def copy_weights(
         # Without a project of its own the copy belongs to the session.
         joins = into_session and project_id is None
         session_id = await session.id() if joins else None
-        seq = session.next_model_seq() if joins else None
+        seq = next(session.model_seqs) if joins else None
         headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": "copy_weights"}
         if weights_access_token:
             headers["x-tinker-weights-access-token"] = weights_access_token

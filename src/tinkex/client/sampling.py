@@ -266,7 +266,7 @@ def create_sampling_client(
     if model_path is not None:
         validate.check_sampler_path(model_path)
     link = session.link()
-    sampling_seq = session.next_sampling_seq()
+    sampling_seq = next(session.sampling_seqs)
 
     async def work(operation: Operation) -> SamplingClient:
         session_id = await session.id()

@@ -248,7 +248,7 @@ class ServiceClient(BaseClient):
             link,
             operation,
             endpoints.CREATE_MODEL,
-            self._session.next_model_seq(),
+            next(self._session.model_seqs),
             lambda seq, dialect: requests.create_model(
                 session_id, seq, base_model, lora, user_metadata, optimizer, dialect=dialect
             ),
@@ -278,7 +278,7 @@ class ServiceClient(BaseClient):
                     link,
                     operation,
                     endpoints.LOAD_WEIGHTS,
-                    self._session.next_model_seq(),
+                    next(self._session.model_seqs),
                     lambda seq, _: requests.create_model_from_weights(
                         session_id,
                         seq,

@@ -374,7 +374,7 @@ class TrainingClient(BaseClient):
                 stacklevel=3,
             )
         # One number for all attempts: a retry must find the same sampler, not make another.
-        sampling_seq = self._session.next_sampling_seq()
+        sampling_seq = next(self._session.sampling_seqs)
 
         def encode(seq: int, dialect: Dialect) -> Body:
             return requests.save_weights_for_sampler(self.model_id, seq, None, sampling_seq, dialect=dialect)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import random
-import threading
 from collections import deque
 
 from tinkex.client._calls.attempts import Attempts, call
@@ -31,7 +30,6 @@ class SamplingSession:
 
     def __init__(self, sampling_session_id: str, is_copy: bool) -> None:
         self.sampling_session_id = sampling_session_id
-        self._lock = threading.Lock()
         self._pid = os.getpid()
         self._seq_ids = itertools.count()
         self._needs_block = is_copy
@@ -41,12 +39,10 @@ class SamplingSession:
     def next_seq_id(self) -> int | None:
         """Return the number of a sample, or None where a block of numbers must be had first (`join`). Any thread."""
         if self._pid != os.getpid():  # forked: the parent goes on with its own numbers
-            self._lock = threading.Lock()
-            self._pid = os.getpid()
             self._joining = None
             self._needs_block = True
-        with self._lock:
-            return None if self._needs_block else next(self._seq_ids)
+            self._pid = os.getpid()
+        return None if self._needs_block else next(self._seq_ids)
 
     async def join(self, link: ServiceLink, operation: Operation) -> int:
         """Return a number from this copy's own block, which one sample asks for while the others wait for it."""
@@ -56,8 +52,7 @@ class SamplingSession:
             if self._needs_block:
                 self._seq_ids = itertools.count(await self._block(link, operation) * SEQ_BLOCK)
                 self._needs_block = False
-        with self._lock:
-            return next(self._seq_ids)
+        return next(self._seq_ids)
 
     async def _block(self, link: ServiceLink, operation: Operation) -> int:
         if link.server.sample_join_sampling_session:

@@ -78,7 +78,7 @@ class Http2(Connection):
         self._pump()
 
     def abandon(self, exchange: Exchange) -> None:
-        number = self._numbers.pop(exchange, None)
+        number = self._numbers.get(exchange)
         if number is None:
             return
         self._forget(number)
@@ -186,15 +186,14 @@ class Http2(Connection):
             pass  # the service was quicker
 
     def _end(self, number: int, error: ConnectionLost | None = None) -> None:
-        exchange = self._streams[number]
-        self._numbers.pop(exchange, None)
-        self._forget(number)
-        exchange.end(error)
+        self._forget(number).end(error)
 
-    def _forget(self, number: int) -> None:
-        del self._streams[number]
+    def _forget(self, number: int) -> Exchange:
+        exchange = self._streams.pop(number)
+        del self._numbers[exchange]
         self._unsent.pop(number, None)
         self._acknowledge(number)
+        return exchange
 
     def _pump(self) -> None:
         """Send as much of the waiting bodies as flow control and the socket take."""

@@ -170,7 +170,6 @@ class ConnectionPool:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await dial(self._origin, self._context)
         except OSError as error:  # TimeoutError is one
-            self._opening -= 1
             if isinstance(error, TimeoutError):
                 error = ConnectTimeout(f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
             if error.errno not in NO_FILES:
@@ -178,10 +177,10 @@ class ConnectionPool:
             self._wake_one()
             raise error from None
         except BaseException:
-            self._opening -= 1
             self._wake_one()  # abandoned by its caller, not failed by the service: the next may try
             raise
-        self._opening -= 1
+        finally:
+            self._opening -= 1
         connection.in_use = 1
         self._connections.append(connection)
         self._streams = connection.capacity

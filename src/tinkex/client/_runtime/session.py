@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -76,9 +75,8 @@ class Session:
         self._user_metadata = dict(user_metadata) if user_metadata is not None else None
         self.project_id = project_id or config.project_id
         self._display_name = display_name
-        self._lock = threading.Lock()
-        self._model_seq = itertools.count()
-        self._sampling_seq = itertools.count()
+        self.model_seqs = itertools.count()
+        self.sampling_seqs = itertools.count()
         self._core = self._new_core(attach_to)
 
     def _new_core(self, attach_to: str | None = None) -> _Core:
@@ -92,7 +90,6 @@ class Session:
     def link(self) -> ServiceLink:
         """Return the shared link of this process; after a fork, a new one and with it a new session."""
         if self._core.pid != os.getpid():
-            self._lock = threading.Lock()
             self._core = self._new_core()
         if self._core.is_closed:
             raise ClosedError("This session was closed. Make a new ServiceClient to go on.")
@@ -110,14 +107,6 @@ class Session:
         """Send the failure of an operation to the service's telemetry. Loop thread."""
         if self._core.telemetry is not None and not isinstance(error, ClosedError):
             self._core.telemetry.report_failure(operation, error)
-
-    def next_model_seq(self) -> int:
-        with self._lock:
-            return next(self._model_seq)
-
-    def next_sampling_seq(self) -> int:
-        with self._lock:
-            return next(self._sampling_seq)
 
     def operation(self, kind: str) -> Operation:
         return Operation(kind, self.link().clock.now(), session=self)
