@@ -14,11 +14,6 @@ Others import:
     diagnose       ServiceProbe, fetch_json, tls_context: for tools that look at the way to a service
     custom_loss    the arithmetic of forward_backward_custom
 
-The way of a request, from the inside out; there are no import cycles:
-
-    _http      bytes over connections
-    _runtime   the loop thread, the link to a service, operations
-    _calls     send (one exchange) → attempts (the one retry loop) → call, poll, sample_call, submit
-    _runtime   session, base_client, operation_queue: what the clients are made of
-    clients    service, training, sampling, stream, rest, download
+Private: `_http` moves bytes over connections, `_calls` makes one call over them, `_runtime` is what every client object
+runs on, `_files` downloads. ARCHITECTURE.md follows one call through them; there are no import cycles.
 """

@@ -31,8 +31,16 @@ class Surrogate(NamedTuple):
 
 
 def for_forward(datum: Datum) -> Datum:
-    """Return the datum of the first call: targets and weights only, as cross-entropy knows no other inputs."""
-    return _reduced(datum, _forward_weights(datum))
+    """Return the datum of the first call: targets and weights only, as cross-entropy knows no other inputs.
+
+    The caller's weights if they fit, else zeros: a forward pass needs some, but no gradient comes of them.
+    """
+    targets = datum.loss_fn_inputs["target_tokens"]
+    weights = datum.loss_fn_inputs.get("weights")
+    if weights is None or weights.size != targets.size:
+        crow, col = targets.sparse_crow_indices, targets.sparse_col_indices
+        weights = TensorData.from_buffer(bytes(4 * len(targets)), "float32", targets.shape, crow, col)
+    return _reduced(datum, weights)
 
 
 def surrogate(data: Sequence[Datum], forward: ForwardBackwardOutput, loss_fn: CustomLossFn) -> Surrogate:
@@ -65,16 +73,6 @@ def with_metrics(backward: ForwardBackwardOutput, surrogate: Surrogate) -> Forwa
 def _reduced(datum: Datum, weights: Any) -> Datum:
     inputs = {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": weights}
     return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
-
-
-def _forward_weights(datum: Datum) -> TensorData:
-    """Return the caller's weights if they fit, else zeros: a forward pass needs some, but no gradient comes of them."""
-    targets = datum.loss_fn_inputs["target_tokens"]
-    weights = datum.loss_fn_inputs.get("weights")
-    if weights is not None and weights.size == targets.size:
-        return weights
-    crow, col = targets.sparse_crow_indices, targets.sparse_col_indices
-    return TensorData.from_buffer(bytes(4 * len(targets)), "float32", targets.shape, crow, col)
 
 
 def _leaves(data: Sequence[Datum], forward: ForwardBackwardOutput) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.send import send
 from tinkex.client._http.dial import tls_context
@@ -51,7 +51,7 @@ class ServiceProbe:
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         operation = Operation("probe", self._link.clock.now())
-        return self._link.operations.run(operation, work, self._timeout_s).result()
+        return self._link.run(operation, work, self._timeout_s).result()
 
 
 def fetch_json(config: Config, endpoint: Endpoint) -> Any:
@@ -63,4 +63,4 @@ def fetch_json(config: Config, endpoint: Endpoint) -> Any:
         await ready(link)
         return json_codec.decode_answer((await call(link, endpoint, operation=operation)).content)
 
-    return link.operations.run(operation, work).result()
+    return link.run(operation, work).result()

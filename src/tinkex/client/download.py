@@ -12,13 +12,14 @@ import os
 import re
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.client._files.archive import safe_path, unpack
 from tinkex.client._files.fetch import DownloadPart, DownloadProgress, Watcher, download
 from tinkex.client._runtime.link import ServiceLink
+from tinkex.client._runtime.loop import in_thread
 from tinkex.client._runtime.operation import Operation
-from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.client.future import APIFuture
 from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient
@@ -62,41 +63,33 @@ def download_checkpoint(
             progress(step)
 
     job = CheckpointDownload(rest_client, link, parsed, Path(folder), watch, keep_archive)
-    return link.operations.run(operation, job.run, LONGEST_S)
+    return link.run(operation, job.run, LONGEST_S)
 
 
+@dataclass(eq=False)
 class DownloadOperation(Operation):
     """Says in its waiting line how far it has come."""
 
-    __slots__ = ("latest",)
-    latest: DownloadProgress | None
+    latest: DownloadProgress | None = None
 
     def waiting_line(self, now: float) -> str:
-        step: DownloadProgress | None = getattr(self, "latest", None)
+        step = self.latest
         if step is None:
             return super().waiting_line(now)
         of = "" if step.total_bytes is None else f" of {step.total_bytes:,}"
         return f"waiting {now - self.created_at:.0f} s for {self.name}: {step.file}, {step.done_bytes:,}{of} bytes"
 
 
+@dataclass(eq=False)
 class CheckpointDownload:
     """One download. Loop thread."""
 
-    def __init__(
-        self,
-        rest: RestClient,
-        link: ServiceLink,
-        parsed: ParsedCheckpointTinkerPath,
-        folder: Path,
-        watch: Watcher,
-        keep_archive: bool,
-    ) -> None:
-        self._rest = rest
-        self._link = link
-        self._parsed = parsed
-        self._folder = folder
-        self._watch = watch
-        self._keep_archive = keep_archive
+    _rest: RestClient
+    _link: ServiceLink
+    _parsed: ParsedCheckpointTinkerPath
+    _folder: Path
+    _watch: Watcher
+    _keep_archive: bool
 
     async def run(self) -> list[Path]:
         if self._parsed.checkpoint_type == "external":

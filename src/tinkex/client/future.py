@@ -18,6 +18,7 @@ from tinkex.clock import REAL
 from tinkex.errors import ClosedError, WrongThread
 
 T = TypeVar("T")
+V = TypeVar("V")
 _CANCELLED = {
     "queued": "cancelled before it was sent; the service never saw it",
     "submitting": "cancelled while it was being sent; if the service has it already, it runs to completion",
@@ -44,22 +45,17 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Block until the result is there and return it, or raise its error. A timeout leaves the work going."""
-        self._is_observed = True
-        if self._is_open:
-            self._check_can_block()
-        try:
-            return super().result(timeout)
-        except TimeoutError:
-            if not self._is_open:  # the operation's own error
-                raise
-            raise self._ran_out(timeout) from None
+        return self._block(super().result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._block(super().exception, timeout)
+
+    def _block(self, wait: Callable[[float | None], V], timeout: float | None) -> V:
         self._is_observed = True
         if self._is_open:
             self._check_can_block()
         try:
-            return super().exception(timeout)
+            return wait(timeout)
         except TimeoutError:
             if not self._is_open:  # the operation's own error
                 raise

@@ -49,8 +49,11 @@ ARCHIVE_VALID = dt.timedelta(minutes=15)
 TRACE_POLL_S = 5.0
 
 
-class _Rest(BaseClient):
-    """The base of the REST clients: they reach their service through a session, or by settings alone."""
+class _Account(BaseClient):
+    """What both clients have: programs from before there was an AdminClient call it on the RestClient.
+
+    They reach their service through a session, or by settings alone.
+    """
 
     def __init__(
         self,
@@ -81,10 +84,6 @@ class _Rest(BaseClient):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._session.config.base_url}>"
-
-
-class _Account(_Rest):
-    """The methods of both clients: programs from before there was an AdminClient call them on the RestClient."""
 
     def get_audit_log(self, event_type: str = "all", day: dt.date | None = None) -> APIFuture[AuditLogResponse]:
         query = {"event_type": event_type, "day": day.isoformat() if day else None}
@@ -149,11 +148,8 @@ class RestClient(_Account):
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """Return base model, rank and trained parts of a saved checkpoint."""
         _parsed(tinker_path)
-        return self._call(
-            "get_weights_info_by_tinker_path",
-            endpoints.WEIGHTS_INFO,
-            body=lambda dialect: requests.weights_info(tinker_path),
-        )
+        body = requests.weights_info(tinker_path)
+        return self._call("get_weights_info_by_tinker_path", endpoints.WEIGHTS_INFO, body=body)
 
     def get_run_steps(self, training_run_id: str, after_seq_id: int = -1) -> APIFuture[RunStepsResponse]:
         """Return a run's optimizer steps with loss, learning rate and tokens, oldest first. Only our service has it."""
@@ -225,11 +221,9 @@ class RestClient(_Account):
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Let the checkpoint expire in so many seconds; None keeps it without an end."""
         validate.check_ttl(ttl_seconds)
+        body = requests.set_checkpoint_ttl(ttl_seconds)
         return self._on_checkpoint(
-            "set_checkpoint_ttl_from_tinker_path",
-            endpoints.SET_CHECKPOINT_TTL,
-            tinker_path,
-            body=lambda dialect: requests.set_checkpoint_ttl(ttl_seconds),
+            "set_checkpoint_ttl_from_tinker_path", endpoints.SET_CHECKPOINT_TTL, tinker_path, body
         )
 
     async def set_checkpoint_ttl_from_tinker_path_async(self, tinker_path: str, ttl_seconds: int | None) -> None:
@@ -336,25 +330,20 @@ class RestClient(_Account):
         return await self.search_sessions(request)
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
-        return self._call(
-            "assign_session_project",
-            endpoints.SET_SESSION_PROJECT,
-            body=lambda dialect: requests.set_session_project(project_id),
-            session_id=session_id,
-        )
+        body = requests.set_session_project(project_id)
+        return self._call("assign_session_project", endpoints.SET_SESSION_PROJECT, body=body, session_id=session_id)
 
     async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
         await self.assign_session_project(session_id, project_id)
 
     def export_session_trace(self, session_id: str) -> APIFuture[str]:
         """Have the service write a trace of the session; returns its address when it is there."""
-        link = self._session.link()
-        operation = Operation("export_session_trace", link.clock.now(), session=self._session)
+        clock = self._session.link().clock
 
         def read(response: HTTPResponse) -> Any:
             return json_codec.decode_answer(response.content)
 
-        async def work() -> str:
+        async def work(operation: Operation) -> str:
             path = endpoints.SESSION_TRACE_EXPORT.url(session_id=session_id)
             while True:
                 export = await self._ask(endpoints.SESSION_TRACE_EXPORT, path=path, read=read)
@@ -362,9 +351,9 @@ class RestClient(_Account):
                     return str(export["url"])
                 if export.get("error") or export.get("status") == "failed":
                     raise RequestFailedError(f"The trace of session {session_id} failed: {export.get('error')}")
-                await link.clock.sleep(TRACE_POLL_S)
+                await clock.sleep(TRACE_POLL_S)
 
-        return link.operations.run(operation, work)
+        return self._session.run("export_session_trace", work)
 
     async def export_session_trace_async(self, session_id: str) -> str:
         return await self.export_session_trace(session_id)
@@ -378,9 +367,8 @@ class RestClient(_Account):
     def whoami(self) -> APIFuture[WhoamiResponse]:
         """Return whose key this is."""
         link = self._session.link()
-        operation = Operation("whoami", link.clock.now(), session=self._session)
 
-        async def work() -> WhoamiResponse:
+        async def work(operation: Operation) -> WhoamiResponse:
             await ready(link)
             claims = link.auth.claims()
             if claims.get("sub"):  # a token says it all
@@ -389,7 +377,7 @@ class RestClient(_Account):
                 )
             return await self._call("whoami", endpoints.WHOAMI)  # type: ignore[no-any-return]
 
-        return link.operations.run(operation, work)
+        return self._session.run("whoami", work)
 
     def _on_checkpoint(self, method: str, endpoint: Endpoint, tinker_path: str, body: Any = None) -> APIFuture[Any]:
         parsed = _parsed(tinker_path)
@@ -415,16 +403,13 @@ def copy_weights(
     _parsed(path)
     validate.check_ttl(ttl_seconds)
     session = client._session
-    link = session.link()
-    operation = Operation("copy_weights", link.clock.now(), session=session)
-
     project_id = destination_project_id or (session.project_id if into_session else None)
 
-    async def work() -> str:
+    async def work(operation: Operation) -> str:
         # Without a project of its own the copy belongs to the session.
         joins = into_session and project_id is None
         session_id = await session.id() if joins else None
-        seq = session.next_model_seq() if joins else None
+        seq = next(session.model_seqs) if joins else None
         headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": "copy_weights"}
         if weights_access_token:
             headers["x-tinker-weights-access-token"] = weights_access_token
@@ -441,10 +426,10 @@ def copy_weights(
         )
         return str(copy.tinker_path)
 
-    return link.operations.run(operation, work)
+    return session.run("copy_weights", work)
 
 
-def _unpickle(kind: type[_Rest], address: dict[str, Any], session_id: str | None) -> _Rest:
+def _unpickle(kind: type[_Account], address: dict[str, Any], session_id: str | None) -> _Account:
     return kind(BaseClient._session_from(address, None))
 
 

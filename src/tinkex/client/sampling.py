@@ -11,11 +11,11 @@ import json
 from typing import Any
 
 from tinkex.client._calls import validate
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.sample_call import SampleCall, cancel_on_service, run_sample
 from tinkex.client._calls.sampling_session import SamplingSession
-from tinkex.client._files.tokenizer_files import tokenizer_by_name
+from tinkex.client._files.tokenizer_files import load_tokenizer
 from tinkex.client._http.transport import HTTPResponse
 from tinkex.client._runtime.base_client import BaseClient
 from tinkex.client._runtime.link import ServiceLink
@@ -23,6 +23,7 @@ from tinkex.client._runtime.operation import NO_USAGE, Operation
 from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture, finished, follow_up, reject, resolve
 from tinkex.client.stream import SampleStream
+from tinkex.client.tokenizer import tokenizer_id
 from tinkex.errors import APIError, ClosedError, TinkexError, ValidationError
 from tinkex.events import Usage, counts_usage
 from tinkex.types import (
@@ -86,23 +87,11 @@ class SamplingClient(BaseClient):
         4
         """
         link = self._session.link()
-        params = validate.check_sampling(
-            prompt,
-            num_samples,
-            sampling_params,
-            self._context_length(link),
-            include_prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=target_prompt_logprobs,
-            prompt_alt_tokens_k=prompt_alt_tokens_k,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
-        )
-        request = SampleCall(
-            prompt, num_samples, params, include_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs,
+        sample = SampleCall(
+            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs,
             target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n, self._record_stability_info,
         )  # fmt: skip
-        return self._start(link, request)
+        return self._start(link, validate.check_sampling(sample, self._context_length(link)))
 
     def _start(self, link: ServiceLink, request: SampleCall) -> APIFuture[SampleResponse]:
         operation = Operation(
@@ -111,13 +100,13 @@ class SamplingClient(BaseClient):
             seq_id=self._sampling.next_seq_id(),
             model_id=self.sampling_session_id,
             session=self._session,
+            usage=self._usage(request.prompt),
+            observers=(self._observe,),
         )
-        operation.observers = (self._observe,)
-        operation.usage = self._usage(request.prompt)
         if link.dialect is not None:
             write_prompt(request.prompt, link.dialect)  # the long part of the body, on the caller's thread
-        link.operations.announce(operation)
-        future = link.operations.run(operation, lambda: run_sample(link, operation, self._sampling, request))
+        link.announce(operation)
+        future = link.run(operation, lambda: run_sample(link, operation, self._sampling, request))
         if link.dynamic.sample_cancel_enabled:
             future.add_done_callback(lambda done: cancel_on_service(link, operation, done))
         return future
@@ -177,13 +166,13 @@ class SamplingClient(BaseClient):
         4
         """
         link = self._session.link()
-        params = validate.check_sampling(prompt, num_samples, sampling_params, self._context_length(link))
-        sample = SampleCall(prompt, num_samples, params)
+        sample = SampleCall(prompt, num_samples, sampling_params)
+        sample = validate.check_sampling(sample, self._context_length(link))
         return SampleStream(self._session, self._sampling, sample, lambda: self._usage(prompt))
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
-        return tokenizer_by_name(self._session, self.get_base_model())
+        return load_tokenizer(self._session, tokenizer_id(self.get_base_model()))
 
     def get_base_model(self) -> str:
         return self._base_model().result()
@@ -277,10 +266,9 @@ def create_sampling_client(
     if model_path is not None:
         validate.check_sampler_path(model_path)
     link = session.link()
-    operation = session.operation("create_sampling_session")
-    sampling_seq = session.next_sampling_seq()
+    sampling_seq = next(session.sampling_seqs)
 
-    async def work() -> SamplingClient:
+    async def work(operation: Operation) -> SamplingClient:
         session_id = await session.id()
         dialect = await ready(link)
         link.loop.spawn(learn_context_lengths(session))
@@ -295,7 +283,7 @@ def create_sampling_client(
             record_stability_info=record_stability_info,
         )
 
-    return link.operations.run(operation, work)
+    return session.run("create_sampling_session", work)
 
 
 async def learn_context_lengths(session: Session) -> None:

@@ -12,6 +12,7 @@ from tinkex.client._calls import validate
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.submit import submit
 from tinkex.client._runtime.base_client import BaseClient, warn_of_retry_config
+from tinkex.client._runtime.operation import Operation
 from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
 from tinkex.client.sampling import SamplingClient, create_sampling_client, learn_context_lengths
@@ -230,11 +231,11 @@ class ServiceClient(BaseClient):
         operation = self._session.operation("create_model")
         link = self._session.link()
         operation.observers = (self._observer(),)
-        return link.operations.run(operation, lambda: self._make(operation, base_model, lora, user_metadata, optimizer))
+        return link.run(operation, lambda: self._make(operation, base_model, lora, user_metadata, optimizer))
 
     async def _make(
         self,
-        operation: Any,
+        operation: Operation,
         base_model: str,
         lora: LoraConfig,
         user_metadata: Mapping[str, Any] | None,
@@ -243,16 +244,16 @@ class ServiceClient(BaseClient):
         link = self._session.link()
         session_id = await self._session.id()
         link.loop.spawn(learn_context_lengths(self._session))
-        accepted = await submit(
+        collect = await submit(
             link,
             operation,
             endpoints.CREATE_MODEL,
-            self._session.next_model_seq(),
+            next(self._session.model_seqs),
             lambda seq, dialect: requests.create_model(
                 session_id, seq, base_model, lora, user_metadata, optimizer, dialect=dialect
             ),
         )
-        created = await accepted.result()
+        created = await collect()
         return TrainingClient(self._session, created.model_id, base_model=base_model)
 
     def _from_state(
@@ -268,17 +269,16 @@ class ServiceClient(BaseClient):
             base_model, user_metadata = None, dict(base_model)
         validate.check_state_path(path)
         validate.check_metadata(user_metadata)
-        operation = self._session.operation("create_training_client_from_state")
         link = self._session.link()
 
-        async def work() -> TrainingClient:
+        async def work(operation: Operation) -> TrainingClient:
             session_id = await self._session.id()
             if link.server.create_model_via_load_weights:
-                accepted = await submit(
+                collect = await submit(
                     link,
                     operation,
                     endpoints.LOAD_WEIGHTS,
-                    self._session.next_model_seq(),
+                    next(self._session.model_seqs),
                     lambda seq, _: requests.create_model_from_weights(
                         session_id,
                         seq,
@@ -290,7 +290,7 @@ class ServiceClient(BaseClient):
                         weights_access_token,
                     ),
                 )
-                loaded = await accepted.result()
+                loaded = await collect()
                 if loaded.model_id is None:
                     raise APIResponseValidationError(message="The service loaded the weights but named no model.")
                 return TrainingClient(self._session, loaded.model_id, base_model=base_model)
@@ -306,15 +306,14 @@ class ServiceClient(BaseClient):
             await load(path, weights_access_token)
             return client
 
-        return link.operations.run(operation, work)
+        return self._session.run("create_training_client_from_state", work)
 
     def _from_run(self, model_id: str) -> APIFuture[TrainingClient]:
         if not isinstance(model_id, str) or not model_id:
             raise ValidationError("model_id must be the id of a training run, as `TrainingClient.model_id` gives it.")
-        operation = self._session.operation("create_training_client_from_run")
         link = self._session.link()
 
-        async def work() -> TrainingClient:
+        async def work(operation: Operation) -> TrainingClient:
             info: GetInfoResponse = await self._ask(
                 endpoints.GET_INFO, lambda dialect: requests.get_info(model_id, dialect=dialect)
             )
@@ -327,20 +326,16 @@ class ServiceClient(BaseClient):
             base_model = info.model_name or info.model_data.model_name
             return TrainingClient(self._session, info.model_id, base_model=base_model, next_seq_id=info.last_seq_id + 1)
 
-        return link.operations.run(operation, work)
+        return self._session.run("create_training_client_from_run", work)
 
     async def _saved(
         self, path: str, weights_access_token: str | None
     ) -> tuple[WeightsInfoResponse, dict[str, str] | None]:
         """Return what was saved: weights_info where the service has it, else what its run says (before 0.6)."""
-        link = self._session.link()
-        if await ready(link) is Dialect.PROTO:
+        if await ready(self._session.link()) is Dialect.PROTO:
             try:
                 headers = {"x-api-key": weights_access_token} if weights_access_token else None
-                info = await self._ask(
-                    endpoints.WEIGHTS_INFO, lambda dialect: requests.weights_info(path), headers=headers
-                )
-                return info, None
+                return await self._ask(endpoints.WEIGHTS_INFO, requests.weights_info(path), headers=headers), None
             except NotFoundError:
                 pass  # either no such call or no such checkpoint: the run can tell
         run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id

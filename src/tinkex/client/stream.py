@@ -71,7 +71,7 @@ class SampleStream:
         operation.seq_id = self._sampling.next_seq_id()
         if operation.seq_id is None:
             operation.seq_id = await self._sampling.join(link, operation)
-        link.operations.announce(operation)
+        link.announce(operation)
         if not link.extensions.get("stream"):
             self.response = await run_sample(link, operation, self._sampling, self._sample)
             for index, sequence in enumerate(self.response.sequences):

@@ -12,16 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tinkex.client._calls import chunks, validate
+from tinkex.client._calls.passes import TrainingPass, run_custom_loss
 from tinkex.client._calls.submit import Encode
-from tinkex.client._calls.training_calls import CustomLossCall, PassCall, SingleCall
-from tinkex.client._files.tokenizer_files import tokenizer_of_model
+from tinkex.client._files.tokenizer_files import load_tokenizer
 from tinkex.client._runtime.base_client import BaseClient, warn_of_retry_config
 from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE
-from tinkex.client._runtime.operation_queue import OperationQueue
+from tinkex.client._runtime.operation_queue import OperationQueue, Turn
 from tinkex.client._runtime.session import Session
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.client.future import APIFuture
 from tinkex.client.sampling import SamplingClient, create_sampling_client
+from tinkex.client.tokenizer import tokenizer_id
 from tinkex.errors import TinkexError, ValidationError
 from tinkex.events import Usage, counts_usage
 from tinkex.types import (
@@ -97,8 +98,13 @@ class TrainingClient(BaseClient):
             raise ValidationError(f"forward_backward_custom takes a function, got {type(loss_fn).__name__}.")
         checked = validate.check_data(data, None)
         usage = self._usage(checked, trains=True, prefills=True)
-        call = CustomLossCall(self._queue, checked, self._split(checked), loss_fn)
-        return self._queue.submit("forward_backward_custom", call, usage=usage)
+        parts = self._split(checked)
+        return self._queue.submit(
+            "forward_backward_custom",
+            2 * len(parts),
+            lambda turn: run_custom_loss(turn, self._queue, checked, parts, loss_fn),
+            usage=usage,
+        )
 
     async def forward_backward_custom_async(
         self, data: Sequence[Datum], loss_fn: CustomLossFn, *, loss_type_input: str | None = None
@@ -294,7 +300,9 @@ class TrainingClient(BaseClient):
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer: transformers' own where that is installed, else the light `tokenizers` one."""
-        return tokenizer_of_model(self._session, self.get_info())
+        info = self.get_info()
+        name = info.model_data.model_name or info.model_name or ""
+        return load_tokenizer(self._session, tokenizer_id(name, info.model_data.tokenizer_id))
 
     def get_console_url(self) -> str:
         return f"{self._console()}/training_runs/{self.model_id}"
@@ -320,8 +328,9 @@ class TrainingClient(BaseClient):
         config = validate.check_loss_config(loss_fn_config, loss_fn)
         is_forward = endpoint is endpoints.FORWARD
         usage = self._usage(checked, trains=not is_forward, prefills=is_forward)
-        call = PassCall(endpoint, self.model_id, self._split(checked), loss_fn, config)
-        return self._queue.submit(kind, call, usage=usage)
+        parts = self._split(checked)
+        training_pass = TrainingPass(endpoint, self.model_id, parts, loss_fn, config)
+        return self._queue.submit(kind, len(parts), training_pass.run, usage=usage)
 
     def _usage(self, data: list[Datum], *, trains: bool, prefills: bool) -> Usage:
         if not counts_usage():
@@ -337,7 +346,13 @@ class TrainingClient(BaseClient):
         read: Callable[[Any], Any] | None = None,
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> APIFuture[Any]:
-        return self._queue.submit(kind, SingleCall(endpoint, encode, read), metrics=metrics)
+        async def work(turn: Turn) -> Any:
+            async with turn as send:
+                collect = await send(endpoint, encode, 0)
+            result = await collect()
+            return result if read is None else read(result)
+
+        return self._queue.submit(kind, 1, work, metrics=metrics)
 
     def _load(self, path: str, *, optimizer: bool, weights_access_token: str | None) -> APIFuture[LoadWeightsResponse]:
         validate.check_state_path(path)
@@ -359,7 +374,7 @@ class TrainingClient(BaseClient):
                 stacklevel=3,
             )
         # One number for all attempts: a retry must find the same sampler, not make another.
-        sampling_seq = self._session.next_sampling_seq()
+        sampling_seq = next(self._session.sampling_seqs)
 
         def encode(seq: int, dialect: Dialect) -> Body:
             return requests.save_weights_for_sampler(self.model_id, seq, None, sampling_seq, dialect=dialect)

@@ -624,4 +624,4 @@ def test_cancelling_in_the_moment_of_the_start_leaves_no_unawaited_work(
         assert made.pop().cancelled()
         gc.collect()
     assert [str(entry.message) for entry in noise if "never awaited" in str(entry.message)] == []
-    assert not sampler._session.link().operations.in_flight
+    assert not sampler._session.link().in_flight

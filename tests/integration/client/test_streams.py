@@ -206,7 +206,7 @@ def test_an_abandoned_stream_is_cancelled_and_counts_as_done(
     _wait_until(lambda: bool(heard["step"]))
     assert [(event.operation, event.ok, event.error) for event in heard["step"]] == [("stream", True, "")]
     link = sampler._session.link()
-    assert not link.operations.in_flight
+    assert not link.in_flight
     assert link.limiter.samples.admitted == 0
 
 
@@ -225,7 +225,7 @@ def test_a_reader_that_is_cancelled_ends_the_stream(
 
     asyncio.run(main())
     _wait_until(lambda: bool(heard["step"]))
-    assert not sampler._session.link().operations.in_flight
+    assert not sampler._session.link().in_flight
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals to threads")
@@ -242,7 +242,7 @@ def test_ctrl_c_while_a_token_is_waited_for_ends_the_stream(
         tokens_of(sampler.stream(prompt(), PARAMS))
     assert time.monotonic() - started < 5
     _wait_until(lambda: bool(heard["step"]))
-    assert not sampler._session.link().operations.in_flight
+    assert not sampler._session.link().in_flight
 
 
 def test_many_streams_are_read_at_once_on_one_loop(sampler: tinkex.SamplingClient) -> None:

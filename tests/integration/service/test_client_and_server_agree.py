@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.integration.service.live import LiveServer
 from tests.integration.service.raw import Answer, Raw, Run, batch
 from tinkex.client._calls import validate
+from tinkex.client._calls.sample_call import SampleCall
 from tinkex.errors import ValidationError
 from tinkex.rules import limits
 from tinkex.rules.losses import LOSSES
@@ -207,9 +208,8 @@ def test_samples(
     has_logprobs: bool,
 ) -> None:
     prompt, sampling = ModelInput.from_ints(tokens), SamplingParams(**params)
-    rejection = words_of(
-        lambda: validate.check_sampling(prompt, count, sampling, 2048, include_prompt_logprobs=has_logprobs, **extras)
-    )
+    sample = SampleCall(prompt, count, sampling, include_prompt_logprobs=has_logprobs, **extras)
+    rejection = words_of(lambda: validate.check_sampling(sample, 2048))
     sampler_id, numbers = sampler
     numbers.append(len(numbers))
     fields = {

@@ -10,8 +10,8 @@ import pytest
 import tinkex
 from tinkex import settings
 from tinkex.client._calls.attempts import Attempts
-from tinkex.client._calls.poll_batch import FAULTS_ALLOWED, BatchAttempts
 from tinkex.client._calls.sample_call import SampleAttempts
+from tinkex.client._calls.sampling_session import FAULTS_ALLOWED, BatchAttempts
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIConnectionError, APIError, APITimeoutError, Response, status_error
@@ -50,7 +50,7 @@ def outcome(link: ServiceLink, attempts: Attempts, *results: APIError | str) -> 
         return f"{result} {attempt}"
 
     operation = Operation("test", link.clock.now())
-    return link.operations.run(operation, lambda: attempts.run(send_once)).result(10)
+    return link.run(operation, lambda: attempts.run(send_once)).result(10)
 
 
 def attempts(link: ServiceLink, **options: Any) -> Attempts:

@@ -42,7 +42,7 @@ def make_link(service: ScriptedService, **changes: Any) -> ServiceLink:
 
 def fetch(link: ServiceLink, url: str, target: Path, **options: Any) -> Path:
     operation = Operation("download", link.clock.now())
-    return link.operations.run(operation, lambda: download(link, url, target, **options)).result(20)
+    return link.run(operation, lambda: download(link, url, target, **options)).result(20)
 
 
 def save(service: ScriptedService, kind: str = "save_state") -> str:

@@ -47,12 +47,12 @@ class Line:
     def answer(self) -> None:
         exchange = self.open.pop(0)
         exchange.begin(200, {}, lambda: None)
-        exchange.finish()
+        exchange.end()
 
     def break_off(self) -> None:
         self.close()
         for exchange in self.open:
-            exchange.fail(ConnectionLost("broken"))
+            exchange.end(ConnectionLost("broken"))
         self.open.clear()
 
 

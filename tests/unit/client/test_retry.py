@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.client._calls.retry import Poll, RetryPolicy, poll_delay, retry_after
+from tinkex.client._calls.retry import RetryPolicy, fault_delay, pending_delay, retry_after
 
 NOW = dt.datetime(2026, 10, 21, 7, 28, tzinfo=dt.UTC).timestamp()
 
@@ -123,21 +123,18 @@ def test_no_text_in_the_header_can_crash_a_call(text: str) -> None:
 
 
 def test_a_service_that_holds_the_poll_is_asked_again_at_once() -> None:
-    assert poll_delay(Poll.PENDING, 0, took_s=25.0) == 0.0
-    assert poll_delay(Poll.PENDING, 7, took_s=0.5) == 0.0
+    assert pending_delay(0) == 0.0
 
 
 def test_quick_pending_answers_cannot_make_a_hot_loop() -> None:
-    pauses = [poll_delay(Poll.PENDING, repeats, took_s=0.001) for repeats in range(8)]
-    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 1])
-    assert poll_delay(Poll.PENDING, 10**6, took_s=0.499) == 1.0
+    assert [pending_delay(quick) for quick in range(1, 9)] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 1])
+    assert pending_delay(10**6) == 1.0
 
 
 def test_faults_of_a_poll_follow_the_curve_for_ever() -> None:
-    assert [poll_delay(Poll.FAULT, n, rng=no_jitter) for n in (0, 1, 2, 3, 4, 5, 10**6)] == [0.5, 1, 2, 4, 8, 10, 10]
-    assert poll_delay(Poll.FAULT, 0, took_s=30.0, rng=most_jitter) == pytest.approx(0.375)
+    assert [fault_delay(n, rng=no_jitter) for n in (0, 1, 2, 3, 4, 5, 10**6)] == [0.5, 1, 2, 4, 8, 10, 10]
+    assert fault_delay(0, rng=most_jitter) == pytest.approx(0.375)
 
 
 def test_a_poll_honours_what_the_service_asks_for() -> None:
-    assert poll_delay(Poll.FAULT, 0, hint_s=90.0) == 90.0
-    assert poll_delay(Poll.PENDING, 0, took_s=25.0, hint_s=2.0) == 2.0
+    assert fault_delay(0, hint_s=90.0) == 90.0

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinkex.client._calls import validate
+from tinkex.client._calls.sample_call import SampleCall
 from tinkex.client._calls.validate import (
     check_adam,
     check_data,
@@ -18,7 +20,6 @@ from tinkex.client._calls.validate import (
     check_metadata,
     check_name,
     check_sampler_path,
-    check_sampling,
     check_state_path,
     check_ttl,
     input_length,
@@ -32,6 +33,12 @@ from tinkex.types.training import AdamParams, DimuonParams
 THREE = ModelInput.from_ints([1, 2, 3])
 GOOD = Datum(THREE, {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]})
 POLICY: dict[str, Any] = {"target_tokens": [2, 3, 4], "logprobs": [-1.0, -2.0, -3.0], "advantages": [1.0, 0.0, -1.0]}
+
+
+def check_sampling(
+    prompt: ModelInput, count: int, params: SamplingParams, max_context_length: int | None = None, **extras: Any
+) -> SamplingParams:
+    return validate.check_sampling(SampleCall(prompt, count, params, **extras), max_context_length).params
 
 
 def refused(call: Callable[[], object], *words: str) -> None:
@@ -230,7 +237,7 @@ def test_senseless_loss_settings_are_refused() -> None:
     ],
 )  # fmt: skip
 def test_good_sampling_parameters_pass_also_as_a_mapping(params: dict[str, Any]) -> None:
-    assert check_sampling(THREE, 1, SamplingParams(**params)) == check_sampling(THREE, 1, params)
+    assert check_sampling(THREE, 1, SamplingParams(**params)) == check_sampling(THREE, 1, params)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tinkex.client._calls import validate
+from tinkex.client._calls.sample_call import SampleCall
 from tinkex.engine.adapters.adapter import Adapter, sites_for
 from tinkex.engine.adapters.optimizer import AdamW
 from tinkex.engine.contract import EngineFault, LoraSpec, pass_frame
@@ -152,7 +153,7 @@ def test_the_route_knows_the_rank_that_the_engine_allows(model: loaded_model.Mod
 def test_sampling_parameters_are_rejected_in_the_same_words(model: loaded_model.Model, params: dict[str, Any]) -> None:
     """The client used to let any finite penalty pass; the server rejected what was beyond 100."""
     prompt, sampling = ModelInput.from_ints([1, 2]), SamplingParams(**params)
-    client = words_of(validate.check_sampling, prompt, 1, sampling)
+    client = words_of(validate.check_sampling, SampleCall(prompt, 1, sampling))
     request = SampleRequest(prompt=prompt, sampling_params=sampling)
     assert client and client == words_of(spec_of, request, SampleTarget(model.info))
 
@@ -160,7 +161,7 @@ def test_sampling_parameters_are_rejected_in_the_same_words(model: loaded_model.
 def test_a_prompt_beyond_the_context_is_rejected_in_the_same_words(model: loaded_model.Model) -> None:
     """The sentence was written twice."""
     prompt, sampling = ModelInput.from_ints([1] * 2000), SamplingParams(max_tokens=100)
-    client = words_of(validate.check_sampling, prompt, 1, sampling, model.info.max_context_length)
+    client = words_of(validate.check_sampling, SampleCall(prompt, 1, sampling), model.info.max_context_length)
     request = SampleRequest(prompt=prompt, sampling_params=sampling)
     assert client == words_of(spec_of, request, SampleTarget(model.info)) == str(ContextOverflow(2000, 100, 2048))
 

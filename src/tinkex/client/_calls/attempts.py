@@ -10,17 +10,45 @@ while it was idle (`_http/pool.py`). That does not count as a retry: the service
 
 from __future__ import annotations
 
-import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from tinkex import events
 from tinkex.client._calls.retry import RetryPolicy, retry_after
+from tinkex.client._calls.send import send
+from tinkex.client._http.transport import HTTPResponse
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIConnectionError, APIError, APIStatusError, DeadlineExceeded
+from tinkex.wire.body import Body
+from tinkex.wire.endpoints import Endpoint
 
 T = TypeVar("T")
+
+
+async def call(
+    link: ServiceLink,
+    endpoint: Endpoint,
+    body: Body | None = None,
+    *,
+    operation: Operation,
+    path: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    max_attempts: int | None = None,
+    follow: bool = True,
+) -> HTTPResponse:
+    """Make an ordinary call: send the same bytes under the same key until there is a response below 400; return it."""
+    key = link.idempotency_key() if endpoint.method != "GET" else None
+
+    async def send_once(attempt: int) -> HTTPResponse:
+        operation.attempts = attempt
+        response = await send(
+            link, endpoint, body, path=path, headers=headers, key=key, attempt=attempt, follow=follow, raises=True
+        )
+        operation.last_response_at = link.clock.now()
+        return response
+
+    return await Attempts(link, operation, endpoint.name, max_attempts).run(send_once)
 
 
 class Attempts:
@@ -69,13 +97,12 @@ class Attempts:
 
     def curve_delay(self, error: APIError, attempt: int, faults: int, faulty_since: float) -> float:
         """Return the pause of the retry curve after `faults` failures, and report it; raise if there is none left."""
-        reachability = self.link.reachability
-        elapsed_s = max(self.link.clock.now() - faulty_since, reachability.silent_s(self.operation))
-        delay_s = self.policy.delay(faults - 1, elapsed_s, self.hint_s(error), random.random)
+        elapsed_s = max(self.link.clock.now() - faulty_since, self.link.silent_s(self.operation))
+        delay_s = self.policy.delay(faults - 1, elapsed_s, self.hint_s(error))
         if delay_s is None:
             raise self._gave_up(error, attempt, elapsed_s)
         self.link.stats.retries += 1
-        reachability.warn_unreachable(error, faults)
+        self.link.warn_unreachable(error, faults)
         self.emit_retry(attempt, delay_s, self.operation.last_error or "")
         return delay_s
 

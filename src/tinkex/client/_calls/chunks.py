@@ -7,7 +7,7 @@ service decides. The protobuf dialect counts bytes, the JSON dialect counts numb
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from tinkex.rules import metrics
 from tinkex.types.inputs import Datum, DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInputChunk
@@ -28,15 +28,8 @@ def count_numbers(datum: Datum) -> int:
     return sum(map(_chunk_numbers, datum.model_input.chunks)) + sum(map(len, datum.loss_fn_inputs.values()))
 
 
-class Limits(NamedTuple):
-    """How much fits into one request."""
-
-    max_items: int
-    max_size: int
-    size: Callable[[Datum], int]
-
-
-JSON_LIMITS: Final = Limits(128, 500_000, count_numbers)
+JSON_LIMITS: Final = (128, 500_000, count_numbers)
+"""How much fits into one request of the JSON dialect: datums, numbers, and what counts the numbers."""
 
 
 def split(

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from tinkex._version import PROTOCOL_VERSION
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIError, AuthenticationError, NotFoundError, TinkexError

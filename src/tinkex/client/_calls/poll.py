@@ -7,14 +7,13 @@ A pending response is no failure: the loop here asks again. A response that says
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import tinkex.types
 from tinkex import events
 from tinkex.client._calls.attempts import Attempts
-from tinkex.client._calls.retry import QUICK_S, Poll, poll_delay
+from tinkex.client._calls.retry import QUICK_S, fault_delay, pending_delay
 from tinkex.client._calls.send import response_error, send
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
@@ -47,7 +46,7 @@ async def poll(
     try:
         while True:
             read = await polls.run(polls.ask)
-            now = operation.last_response_at = link.reachability.last_progress_at = clock.now()
+            now = operation.last_response_at = link.last_progress_at = clock.now()
             if isinstance(read, envelope.Done):
                 if polls.has_size:  # it had ended before this poll, which did nothing but bring the result
                     operation.fetch_s += now - polls.sent_at
@@ -65,9 +64,8 @@ async def poll(
                 read = envelope.TryAgain()
             _note_queue(operation, request_id, read, now - last_pending_at)
             last_pending_at = now
-            took_s = now - polls.sent_at
-            quick = quick + 1 if took_s < QUICK_S else 0
-            await clock.sleep(poll_delay(Poll.PENDING, max(quick - 1, 0), took_s=took_s))
+            quick = quick + 1 if now - polls.sent_at < QUICK_S else 0
+            await clock.sleep(pending_delay(quick))
     finally:
         if polls.has_size:
             link.limiter.results.release(reserved)
@@ -136,9 +134,8 @@ class PollAttempts(Attempts):
         if not (error.retryable or may_become_visible):
             raise error
         self._note_fault(error)
-        self.link.reachability.warn_unreachable(error, attempt)
-        delay_s = poll_delay(Poll.FAULT, attempt - 1, hint_s=self.hint_s(error), rng=random.random)
-        return min(delay_s, max(self.link.config.unreachable_s, 0.01))
+        self.link.warn_unreachable(error, attempt)
+        return min(fault_delay(attempt - 1, self.hint_s(error)), max(self.link.config.unreachable_s, 0.01))
 
     def _note_fault(self, error: APIError) -> None:
         operation, config = self.operation, self.link.config

@@ -7,7 +7,6 @@ a response may be retried; this module decides *when*, and when to stop.
 from __future__ import annotations
 
 import datetime as dt
-import enum
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -21,11 +20,9 @@ QUICK_S: Final = 0.5
 
 
 class RetryPolicy(NamedTuple):
-    """How often and how long one request is tried. The curve: 0.5, 1, 2, 4, 8, 10, 10 … s, less up to a quarter."""
+    """How often and how long one request is tried."""
 
     max_attempts: int = 10
-    first_s: float = 0.5
-    most_s: float = 10.0
     budget_s: float = 300.0
 
     def delay(
@@ -33,51 +30,32 @@ class RetryPolicy(NamedTuple):
     ) -> float | None:
         """Seconds to wait after `attempt` (counted from 0) failed, or None to give up.
 
-        What the service asks for (`hint_s`) is taken as it is, however long. A pause that would outlast the budget is
-        not begun: the caller gets the error at once instead of after it.
+        A pause that would outlast the budget is not begun: the caller gets the error at once instead of after it.
         """
         if attempt + 1 >= self.max_attempts:
             return None
-        pause_s = hint_s if hint_s is not None else self.curve(attempt, rng)
+        pause_s = fault_delay(attempt, hint_s, rng)
         return pause_s if elapsed_s + pause_s <= self.budget_s else None
 
-    def curve(self, attempt: int, rng: Rng = random.random) -> float:
-        """The pause when the service asks for none. Jitter keeps clients that failed together apart."""
-        # Past 16 doublings the cap always wins, and floats stay far from overflow.
-        return min(self.first_s * 2.0 ** min(attempt, 16), self.most_s) * (1.0 - 0.25 * rng())
 
+def fault_delay(attempt: int, hint_s: float | None = None, rng: Rng = random.random) -> float:
+    """Seconds to wait after a fault: what the service asks for (`hint_s`), however long, or else the curve.
 
-class Poll(enum.Enum):
-    """How a poll ended that brought no result."""
-
-    PENDING = "pending"
-    """A valid response: not ready yet (HTTP 408, or try_again)."""
-    FAULT = "fault"
-    """429, 5xx, or no response at all."""
-
-
-def poll_delay(
-    kind: Poll,
-    repeats: int,
-    *,
-    took_s: float = 0.0,
-    hint_s: float | None = None,
-    policy: RetryPolicy = RetryPolicy(),  # noqa: B008 - immutable
-    rng: Rng = random.random,
-) -> float:
-    """Seconds before the next poll. Never gives up: the operation's deadline does.
-
-    `repeats` counts the polls in a row, before this one, that ended the same way: quick pending responses, or faults.
-    A service that held the poll open is asked again at once. One that says "pending" immediately is asked after
-    0.05, 0.1, 0.2 … 1 s, so that no response can make a hot loop.
+    The curve: 0.5, 1, 2, 4, 8, 10, 10 … s, less up to a quarter. That jitter keeps clients that failed together apart.
     """
     if hint_s is not None:
         return hint_s
-    if kind is Poll.FAULT:
-        return policy.curve(repeats, rng)
-    if took_s >= QUICK_S:
-        return 0.0
-    return min(0.05 * 2.0 ** min(repeats, 16), 1.0)
+    # Past 16 doublings the cap always wins, and floats stay far from overflow.
+    return min(0.5 * 2.0 ** min(attempt, 16), 10.0) * (1.0 - 0.25 * rng())
+
+
+def pending_delay(quick: int) -> float:
+    """Seconds before the next poll, after `quick` pending responses in a row that came within QUICK_S.
+
+    A service that held the poll open is asked again at once. One that says "pending" immediately is asked after
+    0.05, 0.1, 0.2 … 1 s, so that no response can make a hot loop. Never gives up: the operation's deadline does.
+    """
+    return min(0.05 * 2.0 ** min(quick - 1, 16), 1.0) if quick else 0.0
 
 
 def retry_after(headers: Mapping[str, str], wall_now: float) -> float | None:

@@ -34,7 +34,7 @@ class SampleCall(NamedTuple):
     prompt: ModelInput
     num_samples: int
     params: SamplingParams
-    prompt_logprobs: bool | None = None
+    include_prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: TensorData | None = None
@@ -49,7 +49,7 @@ class SampleCall(NamedTuple):
             self.params,
             sampling_session_id=sampling_session_id,
             seq_id=seq_id or 0,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.include_prompt_logprobs,
             topk_prompt_logprobs=self.topk_prompt_logprobs,
             topk_sample_logprobs=self.topk_sample_logprobs,
             target_prompt_logprobs=self.target_prompt_logprobs,
@@ -132,7 +132,7 @@ class SampleAttempts(Attempts):
         operation = self.operation
         operation.state = "accepted"
         now = self.link.clock.now()
-        operation.accepted_at = operation.last_response_at = self.link.reachability.last_progress_at = now
+        operation.accepted_at = operation.last_response_at = self.link.last_progress_at = now
 
     def delay_after(self, error: APIError, attempt: int) -> float:
         self.note(error)
@@ -153,7 +153,7 @@ class SampleAttempts(Attempts):
             error.args = (f"{error} The service asks for {hint_s:.0f} s, more than unreachable_s allows.",)
             raise error
         link.limiter.dispatch.back_off(hint_s or (5.0 if self._size_bytes > LARGE_BYTES else 1.0))
-        idle_s = link.clock.now() - max(self.started_at, link.reachability.last_progress_at)
+        idle_s = link.clock.now() - max(self.started_at, link.last_progress_at)
         if idle_s >= unreachable_s:
             raise DeadlineExceeded(
                 f"{self.operation.name}: the service has answered 429 to every sample for {idle_s:.0f} s. Lower the "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tinkex import events
@@ -129,68 +130,60 @@ def _service_request(
     return OutgoingRequest(link, endpoint, url, all_headers, b"" if body is None else body.content, attempt, credential)
 
 
+@dataclass(slots=True, eq=False)
 class OutgoingRequest:
     """One request on its way: counted when it is made, reported when it has ended."""
 
-    __slots__ = ("_attempt", "_content", "_credential", "_endpoint", "_headers", "_link", "_started", "_url")
+    link: ServiceLink
+    endpoint: Endpoint
+    url: str
+    headers: dict[str, str]
+    content: bytes
+    attempt: int
+    credential: str | None = None
+    started: float = field(init=False)
 
-    def __init__(
-        self,
-        link: ServiceLink,
-        endpoint: Endpoint,
-        url: str,
-        headers: dict[str, str],
-        content: bytes,
-        attempt: int,
-        credential: str | None = None,
-    ) -> None:
-        self._link = link
-        self._endpoint = endpoint
-        self._url = url
-        self._headers = headers
-        self._content = content
-        self._attempt = attempt
-        self._credential = credential
-        self._started = link.clock.now()
-        link.stats.requests += 1
-        link.stats.sent_bytes += len(content)
+    def __post_init__(self) -> None:
+        self.started = self.link.clock.now()
+        self.link.stats.requests += 1
+        self.link.stats.sent_bytes += len(self.content)
 
     async def send(self, transmit: Callable[..., Awaitable[Sent]], timeout_s: float) -> Sent:
         """Transmit; once more with a new token if the token ran out between two renewals (after a laptop's sleep)."""
-        endpoint, url, headers = self._endpoint, self._url, self._headers
+        endpoint, url, headers = self.endpoint, self.url, self.headers
         try:
-            response = await transmit(endpoint.pool, endpoint.method, url, headers, self._content, timeout_s)
+            response = await transmit(endpoint.pool, endpoint.method, url, headers, self.content, timeout_s)
             if response.status == 401 and await self._has_new_token():
                 if isinstance(response, StreamedResponse):
                     response.close()
-                response = await transmit(endpoint.pool, endpoint.method, url, headers, self._content, timeout_s)
+                response = await transmit(endpoint.pool, endpoint.method, url, headers, self.content, timeout_s)
         except APIConnectionError as error:
             self.report(0, 0, str(error))
             raise
         if response.status < 500:
-            self._link.reachability.last_heard_at = self._link.clock.now()
+            self.link.last_heard_at = self.link.clock.now()
         return response
 
     async def _has_new_token(self) -> bool:
         """Whether the credential was a token that has been replaced meanwhile; the headers then have the new one."""
-        auth, used = self._link.auth, self._credential
+        auth, used = self.link.auth, self.credential
         # A caller's own `x-api-key` (a weights access token) is left alone, and the key itself cannot be renewed.
-        if used is None or used == auth.key or self._headers["x-api-key"] != used or not await auth.renewed(used):
+        if used is None or used == auth.key or self.headers["x-api-key"] != used or not await auth.renewed(used):
             return False
-        self._headers["x-api-key"] = auth.header
+        self.headers["x-api-key"] = auth.header
         return True
 
     def report(self, status: int, received_bytes: int, error: str = "") -> None:
         """Emit the `request` event, and a log line for those who debug."""
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s %d in %.3f s", self._endpoint.name, status, self._link.clock.now() - self._started)
+            log.debug("%s %d in %.3f s", self.endpoint.name, status, self.link.clock.now() - self.started)
         if events.wanted("request"):
-            seconds = self._link.clock.now() - self._started
-            sent_bytes = len(self._content)
+            seconds = self.link.clock.now() - self.started
+            sent_bytes = len(self.content)
             events.emit(
                 "request",
                 events.RequestEvent(
-                    self._endpoint.name, status, self._attempt, seconds, sent_bytes, received_bytes, error
+                    self.endpoint.name, status, self.attempt, seconds, sent_bytes, received_bytes, error
                 ),
             )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.poll import poll
 from tinkex.client._http.transport import HTTPResponse
@@ -22,25 +23,14 @@ INLINE_BYTES = 1 << 18
 """Bodies up to about this size are encoded on the loop (well under a millisecond); larger ones in a worker thread."""
 Encode = Callable[[int, Dialect], Body]
 """Encodes a request, given its sequence number and the dialect."""
-
-
-class AcceptedRequest(NamedTuple):
-    """A request that the service has taken and will work on."""
-
-    link: ServiceLink
-    operation: Operation
-    endpoint: Endpoint
-    request_id: str
-
-    async def result(self) -> Any:
-        """Wait for the result."""
-        return await poll(self.link, self.operation, self.endpoint, self.request_id)
+Collect = Callable[[], Coroutine[Any, Any, Any]]
+"""Waits for the result of a request that the service has accepted."""
 
 
 async def submit(
     link: ServiceLink, operation: Operation, endpoint: Endpoint, seq_id: int, encode: Encode, size_hint: int = 0
-) -> AcceptedRequest:
-    """Send one request until it is accepted."""
+) -> Collect:
+    """Send one request until it is accepted; return the function that waits for its result."""
     dialect = await ready(link)
     operation.state = "submitting"
     body = await _encoded(link, encode, seq_id, dialect, size_hint)
@@ -55,7 +45,7 @@ async def submit(
     operation.state = "accepted"
     operation.accepted_at = link.clock.now()
     operation.request_id = accepted.request_id
-    return AcceptedRequest(link, operation, endpoint, accepted.request_id)
+    return functools.partial(poll, link, operation, endpoint, accepted.request_id)
 
 
 async def _again_as_json(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from tinkex.client._calls.sample_call import SampleCall
 from tinkex.errors import ContextOverflow
 from tinkex.rules import limits, losses
 from tinkex.rules.limits import check_name as check_name
@@ -74,20 +75,9 @@ def check_loss_config(config: Mapping[str, Any] | None, loss_fn: str = "") -> di
     return plain
 
 
-def check_sampling(
-    prompt: ModelInput,
-    num_samples: int,
-    params: SamplingParams | Mapping[str, Any],
-    max_context_length: int | None = None,
-    *,
-    include_prompt_logprobs: bool = False,
-    topk_prompt_logprobs: int = 0,
-    topk_sample_logprobs: int = 0,
-    target_prompt_logprobs: TensorData | None = None,
-    prompt_alt_tokens_k: int = 0,
-    prompt_logprobs_last_n: int | None = None,
-) -> SamplingParams:
-    """Return the sampling parameters, if a service could serve the request; a mapping of their names will do."""
+def check_sampling(sample: SampleCall, max_context_length: int | None = None) -> SampleCall:
+    """Return the sample, if a service could serve it; its parameters may have come as a mapping of their names."""
+    prompt, params = sample.prompt, sample.params
     if not isinstance(prompt, ModelInput):
         _reject(
             "prompt",
@@ -98,35 +88,31 @@ def check_sampling(
         if not isinstance(params, Mapping):
             _reject("sampling_params", f"must be SamplingParams, got {_kind(params)}.")
         params = SamplingParams(**params)
+        sample = sample._replace(params=params)
     tokens = input_length(prompt)
     limits.check_sample(
         tokens,
-        num_samples,
+        sample.num_samples,
         params,
-        has_prompt_logprobs=include_prompt_logprobs,
-        topk_prompt_logprobs=topk_prompt_logprobs,
-        topk_sample_logprobs=topk_sample_logprobs,
-        target_prompt_logprobs=target_prompt_logprobs,
-        prompt_alt_tokens_k=prompt_alt_tokens_k,
-        prompt_logprobs_last_n=prompt_logprobs_last_n,
+        has_prompt_logprobs=sample.include_prompt_logprobs,
+        topk_prompt_logprobs=sample.topk_prompt_logprobs,
+        topk_sample_logprobs=sample.topk_sample_logprobs,
+        target_prompt_logprobs=sample.target_prompt_logprobs,
+        prompt_alt_tokens_k=sample.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=sample.prompt_logprobs_last_n,
     )
     limits.check_seed(params.seed)
     if max_context_length is not None and tokens is not None:
         wanted = params.max_tokens if params.max_tokens is not None else 1
         if tokens + wanted > max_context_length:
             raise ContextOverflow(tokens, wanted, max_context_length)
-    return params
+    return sample
 
 
-def check_lora(config: LoraConfig) -> LoraConfig:
-    """Return the adapter's configuration, if some model could have such an adapter."""
-    limits.check_lora(
-        config.rank,
-        train_attn=config.train_attn,
-        train_mlp=config.train_mlp,
-        train_unembed=config.train_unembed,
-    )
-    return config
+def check_lora(config: LoraConfig) -> None:
+    """Reject an adapter that no model could have."""
+    parts = {name: getattr(config, name) for name in ("train_attn", "train_mlp", "train_unembed")}
+    limits.check_lora(config.rank, **parts)
 
 
 def check_sampler_path(path: str) -> None:

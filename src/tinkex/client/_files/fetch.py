@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +21,9 @@ from tinkex.client._calls.attempts import Attempts
 from tinkex.client._calls.send import DOWNLOAD, open_download
 from tinkex.client._http.transport import REDIRECTS, Headers, StreamedResponse
 from tinkex.client._runtime.link import ServiceLink
+from tinkex.client._runtime.loop import in_thread
 from tinkex.client._runtime.operation import Operation
-from tinkex.client._runtime.worker_threads import in_thread
 from tinkex.errors import APIConnectionError, APIError, Response, TinkexError, status_error
-
-PIECE = 1 << 20
 
 
 class DownloadProgress(NamedTuple):
@@ -78,14 +75,12 @@ class DownloadPart:
         return target
 
     def _verify(self, expected: str) -> None:
-        digest = hashlib.sha256()
         with self.path.open("rb") as file:
-            while piece := file.read(PIECE):
-                digest.update(piece)
-        if digest.hexdigest() != expected:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != expected:
             self.discard()
             raise TinkexError(
-                f"{self.name} arrived damaged: its sha256 is {digest.hexdigest()[:12]}…, the service announced "
+                f"{self.name} arrived damaged: its sha256 is {digest[:12]}…, the service announced "
                 f"{expected[:12]}…. What was fetched is deleted; download it again."
             )
 
@@ -124,7 +119,7 @@ class DownloadAttempts(Attempts):
             self.operation.created_at = now
         self.note(error)
         self._faults += 1
-        delay_s = self.policy.delay(self._faults - 1, now - self.started_at, self.hint_s(error), random.random)
+        delay_s = self.policy.delay(self._faults - 1, now - self.started_at, self.hint_s(error))
         if delay_s is None:
             raise error
         self.link.stats.retries += 1

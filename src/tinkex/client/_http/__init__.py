@@ -15,7 +15,4 @@ request on a connection that the service had closed while it was idle is sent on
 A key never travels to another host. All code runs on the loop thread.
 
 Others import: transport, dial.
-
-Tests: tests/unit/client/test_pool.py (book-keeping), tests/unit/client/test_http_bytes.py (arbitrary bytes),
-tests/integration/client/test_transport.py, test_tls.py and test_proxies.py (real sockets).
 """

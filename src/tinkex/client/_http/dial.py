@@ -54,13 +54,13 @@ async def dial(origin: Origin, context: ssl.SSLContext | None) -> Connection:
     if proxy.scheme not in ("http", "") or not proxy.hostname:
         raise ConfigError(f"The proxy {proxy.scheme}://{proxy.hostname} is not supported: use an http:// proxy.")
     port = proxy.port or 80
+    authorization = _basic(proxy.username, proxy.password)
     if tls is None:
-        authorization = _basic(proxy.username, proxy.password)
         _, protocol = await loop.create_connection(
             lambda: Http1(loop, authorization, via_proxy=True), proxy.hostname, port
         )
         return protocol
-    return await _tunnel(loop, origin, proxy.hostname, port, _basic(proxy.username, proxy.password), tls)
+    return await _tunnel(loop, origin, proxy.hostname, port, authorization, tls)
 
 
 class ProtocolChooser(asyncio.Protocol):
@@ -72,16 +72,14 @@ class ProtocolChooser(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         tls = transport.get_extra_info("ssl_object")
-        chosen: asyncio.Protocol
         if tls is not None and tls.selected_alpn_protocol() == "h2":
             from tinkex.client._http.http2 import Http2
 
-            chosen = Http2(self._loop)
+            self._chosen = Http2(self._loop)
         else:
-            chosen = Http1(self._loop)
-        cast(asyncio.Transport, transport).set_protocol(chosen)
-        chosen.connection_made(transport)
-        self._chosen = cast(Connection, chosen)
+            self._chosen = Http1(self._loop)
+        cast(asyncio.Transport, transport).set_protocol(self._chosen)
+        self._chosen.connection_made(transport)
 
     async def chosen(self) -> Connection:
         assert self._chosen is not None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, cast
 
 from tinkex.errors import ValidationError
 
@@ -50,7 +51,7 @@ class ReadTimeout(Exception):
 
 
 class Exchange:
-    """Filled by a connection, in order: `begin`, `feed` …, then `finish` or, at any time, `fail`."""
+    """Filled by a connection, in order: `begin`, `feed` …, `end`; with an error it may `end` at any time."""
 
     __slots__ = (
         "_is_ended", "_news", "_pieces", "_resume", "abandon", "begun", "buffered", "ended", "error", "headers",
@@ -96,13 +97,8 @@ class Exchange:
         self._news.set()
         return self.buffered < STREAM_BUFFER
 
-    def finish(self) -> None:
-        self._end(None)
-
-    def fail(self, error: Exception) -> None:
-        self._end(error)
-
-    def _end(self, error: Exception | None) -> None:
+    def end(self, error: Exception | None = None) -> None:
+        """The response is complete, or broke off with an error. Only the first call counts."""
         if self._is_ended:
             return
         self._is_ended, self.error = True, error
@@ -144,26 +140,37 @@ class Exchange:
             await self._news.wait()
 
 
-class Connection(Protocol):
-    """What the pool needs of a connection of either version."""
+class Connection(asyncio.Protocol, abc.ABC):
+    """A connection of either version, as the pool uses it. Loop thread."""
 
-    capacity: int
-    in_use: int
-    is_closed: bool
-    last_activity: float
-    idle_since: float
-    was_used: bool
-    settled: asyncio.Future[None] | None
+    capacity = 1
+    settled: asyncio.Future[None] | None = None
     """Done when the service has said how many exchanges it takes; None where that is not a question."""
 
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self.in_use = 0
+        self.is_closed = False
+        self.was_used = False
+        self.last_activity = self.idle_since = loop.time()
+
+    @abc.abstractmethod
     def start(self, request: HTTPRequest, exchange: Exchange) -> None: ...
 
+    @abc.abstractmethod
     def abandon(self, exchange: Exchange) -> None:
         """Stop an exchange that no caller waits for any more."""
 
-    def unsent_bytes(self, exchange: Exchange) -> int: ...
+    def unsent_bytes(self, exchange: Exchange) -> int:
+        return 0 if self.is_closed else self._transport.get_write_buffer_size()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
 
 
 def _nothing() -> None:

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import httptools
 
-from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest
+from tinkex.client._http.exchange import Connection, ConnectionLost, Exchange, HTTPRequest
 
 
-class Http1(asyncio.Protocol):
-    """An asyncio protocol; used on the loop thread only."""
-
-    capacity = 1
-    settled: asyncio.Future[None] | None = None
+class Http1(Connection):
+    """An asyncio protocol for one exchange at a time."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, proxy_authorization: str | None = None, via_proxy: bool = False
     ) -> None:
-        self._loop = loop
+        super().__init__(loop)
         self._via_proxy = via_proxy
         self._proxy_authorization = proxy_authorization
         self._parser: Any = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._exchange: Exchange | None = None
         self._headers: dict[str, str] = {}
         self._status = 0
         self._is_paused = False
-        self.in_use = 0
-        self.is_closed = False
-        self.was_used = False
-        self.last_activity = self.idle_since = loop.time()
 
     # -- called by the pool -----------------------------------------------------------------------------------------
 
@@ -52,13 +44,6 @@ class Http1(asyncio.Protocol):
             self._exchange = None
             self.close()
 
-    def unsent_bytes(self, exchange: Exchange) -> int:
-        return 0 if self.is_closed else self._transport.get_write_buffer_size()
-
-    def close(self) -> None:
-        self.is_closed = True
-        self._transport.abort()
-
     def _head(self, request: HTTPRequest) -> bytes:
         target = request.target
         if self._via_proxy:
@@ -74,9 +59,6 @@ class Http1(asyncio.Protocol):
         return "".join(lines).encode("latin-1")
 
     # -- called by asyncio -----------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.last_activity = self._loop.time()
@@ -99,7 +81,7 @@ class Http1(asyncio.Protocol):
         ):
             self._exchange = None
             self.is_closed = True
-            exchange.finish()
+            exchange.end()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_closed = True
@@ -112,7 +94,7 @@ class Http1(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         self.close()
         if exchange is not None:
-            exchange.fail(error)
+            exchange.end(error)
 
     # -- called by the parser --------------------------------------------------------------------------------------
 
@@ -145,7 +127,7 @@ class Http1(asyncio.Protocol):
             self.close()
         self._resume()
         if exchange is not None:
-            exchange.finish()
+            exchange.end()
 
     def _resume(self) -> None:
         if self._is_paused and not self.is_closed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import h2.config
 import h2.connection
@@ -13,7 +13,7 @@ import h2.exceptions
 import h2.settings
 from h2.connection import ConnectionInputs, ConnectionState
 
-from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest
+from tinkex.client._http.exchange import Connection, ConnectionLost, Exchange, HTTPRequest
 
 STREAMS = 100
 """Exchanges per connection, if the service allows as many: beyond that another connection is opened."""
@@ -36,25 +36,20 @@ class _Patient(h2.connection.H2ConnectionStateMachine):
         self._transitions = {**self._transitions, (open_, goaway): (None, open_)}
 
 
-class Http2(asyncio.Protocol):
-    """An asyncio protocol; used on the loop thread only."""
+class Http2(Connection):
+    """An asyncio protocol for many exchanges."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        super().__init__(loop)
         self._h2 = h2.connection.H2Connection(_CONFIG)
         self._h2.state_machine = _Patient()
-        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._streams: dict[int, Exchange] = {}
         self._numbers: dict[Exchange, int] = {}
         self._unsent: dict[int, memoryview] = {}
         self._unread: dict[int, int] = {}
         self._is_writable = True
         self.capacity = STREAMS
-        self.in_use = 0
-        self.is_closed = False
-        self.was_used = False
-        self.settled: asyncio.Future[None] | None = loop.create_future()
-        self.last_activity = self.idle_since = loop.time()
+        self.settled: asyncio.Future[None] = loop.create_future()
 
     # -- called by the pool -----------------------------------------------------------------------------------------
 
@@ -74,7 +69,7 @@ class Http2(asyncio.Protocol):
             self._h2.send_headers(number, headers, end_stream=not request.content)
         except h2.exceptions.ProtocolError as error:
             self.capacity = 0  # no stream can be opened here any more
-            exchange.fail(ConnectionLost(f"the connection takes no more requests ({error})", is_untouched=True))
+            exchange.end(ConnectionLost(f"the connection takes no more requests ({error})", is_untouched=True))
             return
         self._streams[number] = exchange
         self._numbers[exchange] = number
@@ -83,7 +78,7 @@ class Http2(asyncio.Protocol):
         self._pump()
 
     def abandon(self, exchange: Exchange) -> None:
-        number = self._numbers.pop(exchange, None)
+        number = self._numbers.get(exchange)
         if number is None:
             return
         self._forget(number)
@@ -92,17 +87,12 @@ class Http2(asyncio.Protocol):
             self._flush()
 
     def unsent_bytes(self, exchange: Exchange) -> int:
-        in_socket = 0 if self.is_closed else self._transport.get_write_buffer_size()
-        return in_socket + len(self._unsent.get(self._numbers.get(exchange, 0), b""))
-
-    def close(self) -> None:
-        self.is_closed = True
-        self._transport.abort()
+        return super().unsent_bytes(exchange) + len(self._unsent.get(self._numbers.get(exchange, 0), b""))
 
     # -- called by asyncio -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         self._h2.initiate_connection()
         codes = h2.settings.SettingCodes
         self._h2.update_settings({codes.INITIAL_WINDOW_SIZE: STREAM_WINDOW, codes.ENABLE_PUSH: 0})
@@ -119,11 +109,11 @@ class Http2(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.is_closed = True
         reason = str(error) if error else "closed by the service"
-        if self.settled is not None and not self.settled.done():
+        if not self.settled.done():
             self.settled.set_exception(OSError(f"connection lost ({reason})"))
             self.settled.exception()  # marked as seen: no waiter may be left
         for number in list(self._streams):
-            self._fail(number, ConnectionLost(f"connection lost ({reason})"))
+            self._end(number, ConnectionLost(f"connection lost ({reason})"))
 
     def data_received(self, data: bytes) -> None:
         self.last_activity = self._loop.time()
@@ -132,7 +122,7 @@ class Http2(asyncio.Protocol):
                 self._on(event)
         except h2.exceptions.ProtocolError as error:
             for number in list(self._streams):
-                self._fail(number, ConnectionLost(f"the response is not HTTP/2: {error}"))
+                self._end(number, ConnectionLost(f"the response is not HTTP/2: {error}"))
             self._flush()
             self.close()
             return
@@ -145,15 +135,12 @@ class Http2(asyncio.Protocol):
             case h2.events.DataReceived(stream_id=number):
                 self._take(number, event.data, event.flow_controlled_length)
             case h2.events.StreamEnded(stream_id=number) if number in self._streams:
-                exchange = self._streams[number]
-                self._numbers.pop(exchange, None)
                 if number in self._unsent:  # the service has responded before it had all of the body
                     self._reset(number)
-                self._forget(number)
-                exchange.finish()
+                self._end(number)
             case h2.events.StreamReset(stream_id=number) if number in self._streams:
                 is_untouched = event.error_code == h2.errors.ErrorCodes.REFUSED_STREAM
-                self._fail(
+                self._end(
                     number,
                     ConnectionLost(f"stream reset by the service ({event.error_code})", is_untouched=is_untouched),
                 )
@@ -161,11 +148,11 @@ class Http2(asyncio.Protocol):
                 # The service is leaving: it will not do what it has not begun; the rest may still get its response.
                 self.capacity = 0
                 for number in [open_ for open_ in self._streams if open_ > (event.last_stream_id or 0)]:
-                    self._fail(number, ConnectionLost("the service closes this connection (GOAWAY)", is_untouched=True))
+                    self._end(number, ConnectionLost("the service closes this connection (GOAWAY)", is_untouched=True))
                 if not self._streams:
                     self.close()
             case h2.events.RemoteSettingsChanged():
-                if self.settled is not None and not self.settled.done():
+                if not self.settled.done():
                     self.settled.set_result(None)
                 if self.capacity:
                     self.capacity = max(1, min(STREAMS, self._h2.remote_settings.max_concurrent_streams))
@@ -198,16 +185,15 @@ class Http2(asyncio.Protocol):
         except h2.exceptions.ProtocolError:
             pass  # the service was quicker
 
-    def _fail(self, number: int, error: ConnectionLost) -> None:
-        exchange = self._streams[number]
-        self._numbers.pop(exchange, None)
-        self._forget(number)
-        exchange.fail(error)
+    def _end(self, number: int, error: ConnectionLost | None = None) -> None:
+        self._forget(number).end(error)
 
-    def _forget(self, number: int) -> None:
-        del self._streams[number]
+    def _forget(self, number: int) -> Exchange:
+        exchange = self._streams.pop(number)
+        del self._numbers[exchange]
         self._unsent.pop(number, None)
         self._acknowledge(number)
+        return exchange
 
     def _pump(self) -> None:
         """Send as much of the waiting bodies as flow control and the socket take."""

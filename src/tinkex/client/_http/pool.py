@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import ssl
 from collections import deque
@@ -50,30 +51,24 @@ class ConnectionPool:
 
         Raises ConnectionLost, ReadTimeout or OSError.
         """
-        connection = await self._acquire()
-        is_fresh, connection.was_used = not connection.was_used, True
-        exchange = self._new_exchange(connection, is_streamed)
-        try:
-            await self._send(connection, exchange, request, timeout_s)
-            return exchange
-        except ConnectionLost as error:
-            if exchange.has_begun or (is_fresh and not error.is_untouched):
-                raise
-        # No retry, but a rule of the transport: the service had closed the connection while it was idle, or rejected
-        # the stream unread, and nothing of a response came. Once more, at once, on another connection; the idempotency
-        # key and the seq_id make that harmless. A second loss is the caller's to handle.
-        connection = await self._acquire()
-        connection.was_used = True
-        exchange = self._new_exchange(connection, is_streamed)
-        await self._send(connection, exchange, request, timeout_s)
-        return exchange
-
-    def _new_exchange(self, connection: Connection, is_streamed: bool) -> Exchange:
-        exchange = Exchange(self._loop, is_streamed)
-        exchange.release = lambda: self._release(connection)
-        if is_streamed:
-            exchange.abandon = lambda: self._abandon(connection, exchange)
-        return exchange
+        is_repeat = False
+        while True:
+            connection = await self._acquire()
+            is_fresh, connection.was_used = not connection.was_used, True
+            exchange = Exchange(self._loop, is_streamed)
+            exchange.release = functools.partial(self._release, connection)
+            if is_streamed:
+                exchange.abandon = functools.partial(self._abandon, connection, exchange)
+            try:
+                await self._send(connection, exchange, request, timeout_s)
+                return exchange
+            except ConnectionLost as error:
+                if is_repeat or exchange.has_begun or (is_fresh and not error.is_untouched):
+                    raise
+            # No retry, but a rule of the transport: the service had closed the connection while it was idle, or
+            # rejected the stream unread, and nothing of a response came. Once more, at once, on another connection; the
+            # idempotency key and the seq_id make that harmless. A second loss is the caller's to handle.
+            is_repeat = True
 
     async def _send(self, connection: Connection, exchange: Exchange, request: HTTPRequest, timeout_s: float) -> None:
         try:
@@ -110,13 +105,13 @@ class ConnectionPool:
             # requests must not find that out one by one.
             connection.close()
             self._drop_idle()
-        exchange.fail(
+        exchange.end(
             ReadTimeout(f"nothing came for {timeout_s:.0f} s" if timeout_s >= 1 else f"nothing came for {timeout_s} s")
         )
 
     def _abandon(self, connection: Connection, exchange: Exchange) -> None:
         connection.abandon(exchange)
-        exchange.fail(ConnectionLost("abandoned by the caller"))
+        exchange.end(ConnectionLost("abandoned by the caller"))
 
     # -- connections ------------------------------------------------------------------------------------------------
 
@@ -175,7 +170,6 @@ class ConnectionPool:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await dial(self._origin, self._context)
         except OSError as error:  # TimeoutError is one
-            self._opening -= 1
             if isinstance(error, TimeoutError):
                 error = ConnectTimeout(f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
             if error.errno not in NO_FILES:
@@ -183,10 +177,10 @@ class ConnectionPool:
             self._wake_one()
             raise error from None
         except BaseException:
-            self._opening -= 1
             self._wake_one()  # abandoned by its caller, not failed by the service: the next may try
             raise
-        self._opening -= 1
+        finally:
+            self._opening -= 1
         connection.in_use = 1
         self._connections.append(connection)
         self._streams = connection.capacity
@@ -200,10 +194,7 @@ class ConnectionPool:
     def _fail_waiters(self, error: OSError) -> None:
         """A connection could not be opened: fail those that waited for it at once, not one by one."""
         for _ in range(self._streams - 1):
-            if not self._waiters:
-                return
-            waiter = self._waiters.popleft()
-            if not waiter.done():
+            if (waiter := self._next_waiter()) is not None:
                 waiter.set_exception(error)
 
     def _release(self, connection: Connection) -> None:
@@ -213,13 +204,10 @@ class ConnectionPool:
                 self._drop(connection)
             self._wake_one()
             return
-        if connection.capacity == 1:
-            while self._waiters:
-                waiter = self._waiters.popleft()
-                if not waiter.done():
-                    connection.in_use += 1
-                    waiter.set_result(connection)
-                    return
+        if connection.capacity == 1 and (waiter := self._next_waiter()) is not None:
+            connection.in_use += 1
+            waiter.set_result(connection)
+            return
         connection.idle_since = self._loop.time()
         # Over HTTP/2 a connection with room for more is in `_idle` already, even while it is in use.
         if connection.capacity == 1 or connection not in self._idle:
@@ -229,11 +217,15 @@ class ConnectionPool:
             self._reaper = self._loop.call_later(IDLE_S, self._reap)
 
     def _wake_one(self) -> None:
+        if (waiter := self._next_waiter()) is not None:
+            waiter.set_result(None)
+
+    def _next_waiter(self) -> asyncio.Future[Connection | None] | None:
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
-                waiter.set_result(None)
-                return
+                return waiter
+        return None
 
     def _drop(self, connection: Connection) -> None:
         if connection in self._connections:

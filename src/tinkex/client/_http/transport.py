@@ -1,7 +1,7 @@
 """Sends requests over pools of connections, one for each kind of traffic: a burst of samples delays no heartbeat.
 
-HTTP/1.1, or HTTP/2 where TLS negotiates it; why no HTTP library: docs/decisions/http-library.md. Redirects are followed
-only within the same origin: a key never travels to another host.
+HTTP/1.1, or HTTP/2 where TLS negotiates it. Redirects are followed only within the same origin: a key never travels to
+another host.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ class Auth:
     """Holds the value of `X-API-Key`. Knows no HTTP: how a token is fetched is passed to `start`."""
 
     def __init__(self, config: Config) -> None:
-        self._key = config.api_key
+        self.key = config.api_key
+        """The API key. Once there is a token, it is used only to fetch the next one."""
         self._token: str | None = None
         self._loop: LoopThread | None = None
         self._fetch_token: Callable[[], Awaitable[str]] | None = None
@@ -32,12 +33,7 @@ class Auth:
 
     @property
     def header(self) -> str:
-        return self._token or self._key
-
-    @property
-    def key(self) -> str:
-        """The API key. Once there is a token, it is used only to fetch the next one."""
-        return self._key
+        return self._token or self.key
 
     def claims(self) -> dict[str, Any]:
         """Return what the token says about its owner; {} without a token."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import tinkex.types
 from tinkex import settings
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._runtime.operation import Operation, QueueObserver
 from tinkex.client._runtime.session import Session
@@ -98,7 +98,7 @@ class BaseClient:
     def _ask(
         self,
         endpoint: Endpoint,
-        body: Callable[[Dialect], Body] | None = None,
+        body: Body | Callable[[Dialect], Body] | None = None,
         *,
         path: str | Callable[[Dialect], str] | None = None,
         read: Callable[[Any], Any] | None = None,
@@ -111,17 +111,15 @@ class BaseClient:
         with `follow=False`.
         """
         link = self._session.link()
-        operation = Operation(endpoint.name, link.clock.now(), session=self._session)
 
-        async def work() -> Any:
+        async def work(operation: Operation) -> Any:
             dialect = await ready(link)
-            target = path(dialect) if callable(path) else path
             response = await call(
                 link,
                 endpoint,
-                body(dialect) if body else None,
+                body(dialect) if callable(body) else body,
                 operation=operation,
-                path=target,
+                path=path(dialect) if callable(path) else path,
                 headers=headers,
                 follow=follow,
             )
@@ -131,7 +129,7 @@ class BaseClient:
                 return None
             return json_codec.read_content(getattr(tinkex.types, endpoint.answer), response.content)
 
-        return link.operations.run(operation, work)
+        return self._session.run(endpoint.name, work)
 
     def _console(self) -> str:
         config = self._session.config

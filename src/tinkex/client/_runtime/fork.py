@@ -20,21 +20,12 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-_hooks: list[Callable[[], None]] = []
 
 
 def after_fork_in_child(hook: Callable[[], None]) -> None:
     """Call `hook` in every forked child, before any code of the program runs there."""
-    _hooks.append(hook)
-
-
-def _run_hooks() -> None:
-    for hook in _hooks:
-        hook()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_run_hooks)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=hook)
 
 
 class ProcessRegistry(Generic[K, V]):

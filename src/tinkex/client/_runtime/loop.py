@@ -15,10 +15,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from tinkex.client._runtime.fork import after_fork_in_child
+from tinkex.errors import TinkexError
 
+T = TypeVar("T")
 log = logging.getLogger("tinkex.loop")
 EXIT_WAIT_S = 1.0
 """How long interpreter exit may wait for goodbyes (telemetry, session end)."""
@@ -80,6 +82,41 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
                 del _mailboxes[closed]
             box = _mailboxes[loop] = Mailbox(loop)
         return box
+
+
+async def in_thread(fn: Callable[[], T], name: str) -> T:
+    """Run `fn()` on a new daemon thread, in the context of the awaiting task, and return its result.
+
+    It blocks neither the loop nor the end of the interpreter.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+    post = mailbox_of(loop).post
+    context = contextvars.copy_context()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            value = context.run(fn)
+        except BaseException as error:
+            post(settle, outcome.set_exception, _safe_error(error))
+        else:
+            post(settle, outcome.set_result, value)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return await outcome
+
+
+def _safe_error(error: BaseException) -> Exception:
+    """Return an error that may be raised on the loop: a SystemExit would end it, and futures reject a StopIteration."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    stand_in = TinkexError(f"The function raised {type(error).__name__}({str(error)!r}) in its worker thread.")
+    stand_in.__cause__ = error
+    return stand_in
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -213,10 +250,10 @@ def _forget() -> None:
     _mailboxes_lock = threading.Lock()
 
 
+after_fork_in_child(_forget)
+
+
+@atexit.register
 def _exit() -> None:
     if _current is not None:
         _current.stop()
-
-
-after_fork_in_child(_forget)
-atexit.register(_exit)

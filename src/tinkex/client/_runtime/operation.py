@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tinkex.events import Usage
@@ -42,78 +43,50 @@ class FutureStatus(NamedTuple):
     note: str
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
     """One call of the user, from the moment it is made to its end. Written on the loop thread, read anywhere."""
 
-    __slots__ = (
-        "accepted_at",
-        "attempts",
-        "created_at",
-        "fetch_s",
-        "future",
-        "is_left_early",
-        "kind",
-        "last_error",
-        "last_response_at",
-        "metrics",
-        "model_id",
-        "note",
-        "number",
-        "observers",
-        "polls",
-        "queue_reason",
-        "queue_s",
-        "queue_state",
-        "request_id",
-        "seq_id",
-        "session",
-        "span",
-        "state",
-        "usage",
-        "waiting_since",
-    )  # fmt: skip
+    kind: str
+    created_at: float
+    _: KW_ONLY
+    seq_id: int | None = None
+    model_id: str = ""
+    session: Owner | None = None
+    usage: Usage = NO_USAGE
+    metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
+    observers: tuple[QueueObserver, ...] = ()
+    number: int = field(default_factory=_numbers.__next__)
+    state: str = "queued"
+    last_response_at: float = field(init=False)
+    waiting_since: float = field(init=False)
+    """Since when the caller has nothing new: from the beginning, or from the last chunk of a stream."""
+    is_left_early: bool = False
+    """Whether its reader left after the first value: it is cancelled, and no failure."""
+    accepted_at: float | None = None
+    request_id: str | None = None
+    polls: int = 0
+    attempts: int = 0
+    queue_state: str | None = None
+    queue_reason: str | None = None
+    queue_s: float = 0.0
+    fetch_s: float = 0.0
+    last_error: str | None = None
+    note: str = ""
+    future: concurrent.futures.Future[Any] | None = None
+    span: Any = None
+    """The OpenTelemetry span, while one is open."""
 
-    def __init__(
-        self,
-        kind: str,
-        now: float,
-        *,
-        seq_id: int | None = None,
-        model_id: str = "",
-        session: Owner | None = None,
-    ) -> None:
-        self.kind = kind
-        self.number = next(_numbers)
-        self.usage = NO_USAGE
-        self.metrics = NO_METRICS
-        self.seq_id = seq_id
-        self.model_id = model_id
-        self.created_at = now
-        self.last_response_at = now
-        self.waiting_since = now
-        self.is_left_early = False
-        """Whether its reader left after the first value: it is cancelled, and no failure."""
-        """Since when the caller has nothing new: from the beginning, or from the last chunk of a stream."""
-        self.accepted_at: float | None = None
-        self.state = "queued"
-        self.request_id: str | None = None
-        self.polls = 0
-        self.attempts = 0
-        self.queue_state: str | None = None
-        self.queue_reason: str | None = None
-        self.queue_s = 0.0
-        self.fetch_s = 0.0
-        self.last_error: str | None = None
-        self.note = ""
-        self.observers: tuple[QueueObserver, ...] = ()
-        self.session = session
-        self.future: concurrent.futures.Future[Any] | None = None
-        self.span: Any = None
-        """The OpenTelemetry span, while one is open."""
+    def __post_init__(self) -> None:
+        self.last_response_at = self.waiting_since = self.created_at
 
     @property
     def name(self) -> str:
         return self.kind if self.seq_id is None else f"{self.kind} seq {self.seq_id}"
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.future is not None and self.future.cancelled()
 
     @property
     def session_id(self) -> str:

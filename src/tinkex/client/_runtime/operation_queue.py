@@ -1,25 +1,25 @@
 """The queue of one training client. Sequence numbers are reserved on the caller's thread, under one lock with the
 queueing: the order of calls is the order of numbers is the order of arrival, whatever thread or loop they come from.
 
-An operation is a `QueuedCall`: it submits one or more requests while the turn is its own, and collects their results
-after the turn has passed on. An operation that fails, is cancelled or runs out of time fails its own future and passes
-its turn on; it cannot hold up the operations behind it.
+An operation submits one or more requests while the turn is its own, and collects their results after the turn has
+passed on. An operation that fails, is cancelled or runs out of time fails its own future and passes its turn on; it
+cannot hold up the operations behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import contextvars
 import logging
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
 
-from tinkex.client._calls.submit import AcceptedRequest, Encode, submit
+from tinkex.client._calls.submit import Collect, Encode, submit
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE, Operation, QueueObserver
 from tinkex.client._runtime.session import Session
@@ -29,42 +29,16 @@ from tinkex.events import Usage
 from tinkex.wire.endpoints import Endpoint
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 log = logging.getLogger("tinkex.training")
+Send = Callable[[Endpoint, Encode, int], Coroutine[Any, Any, Collect]]
+"""Submits the next request of an operation; the last argument is its size in bytes, about."""
+Turn = AbstractAsyncContextManager[Send]
+"""Waits until the operation may submit, and lets the next one submit when it is left."""
 
 inside_custom_loss = threading.local()
 """`.queue` is set in the worker thread that runs a user's loss: waiting there for the same queue would never end."""
 
 _queues: weakref.WeakSet[OperationQueue] = weakref.WeakSet()
-
-
-class QueuedCall(Protocol[T_co]):
-    """What an operation does. Used once."""
-
-    @property
-    def request_count(self) -> int:
-        """How many requests `submit` sends at most: that many sequence numbers are reserved."""
-
-    async def submit(self, turn: Turn) -> None:
-        """Send all requests through `turn`, each after the one before was accepted."""
-
-    async def collect(self) -> T_co:
-        """Wait for the results of what was submitted, and combine them."""
-
-
-class Turn:
-    """Held by an operation while it may submit."""
-
-    def __init__(self, link: ServiceLink, operation: Operation, seq_ids: range) -> None:
-        self._link = link
-        self._operation = operation
-        self.unsent = seq_ids
-        """Numbers that no request has carried yet."""
-
-    async def send(self, endpoint: Endpoint, encode: Encode, size_hint: int = 0) -> AcceptedRequest:
-        """Submit the next request of this operation."""
-        seq_id, self.unsent = self.unsent[0], self.unsent[1:]
-        return await submit(self._link, self._operation, endpoint, seq_id, encode, size_hint)
 
 
 class OperationQueue:
@@ -86,35 +60,36 @@ class OperationQueue:
     def submit(
         self,
         kind: str,
-        call: QueuedCall[T],
+        request_count: int,
+        work: Callable[[Turn], Coroutine[Any, Any, T]],
         *,
         usage: Usage = NO_USAGE,
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> APIFuture[T]:
-        """Queue an operation. Returns at once, from any thread.
+        """Queue an operation that sends at most so many requests. Returns at once, from any thread.
 
         `usage`, and `metrics` that are known beforehand, are for its events.
         """
         self._check_may_submit(kind)
         link = self._session.link()
         self._report_unseen()
-        operation = Operation(kind, link.clock.now(), model_id=self.model_id, session=self._session)
-        operation.observers = (self._observer,)
-        operation.usage, operation.metrics = usage, metrics
-        future: APIFuture[T] = APIFuture(operation)
-        operation.future = future
-        link.operations.announce(operation)
-        future.add_done_callback(self._note_unseen)
-        context = contextvars.copy_context()
+        operation = Operation(
+            kind,
+            link.clock.now(),
+            model_id=self.model_id,
+            session=self._session,
+            usage=usage,
+            metrics=metrics,
+            observers=(self._observer,),
+        )
+        link.announce(operation)
         with self._lock:
-            seq_ids = range(self.next_seq_id, self.next_seq_id + call.request_count)
+            seq_ids = range(self.next_seq_id, self.next_seq_id + request_count)
             self.next_seq_id = seq_ids.stop
             operation.seq_id = seq_ids.start
-
-            async def work() -> T:
-                return await self._run(Turn(link, operation, seq_ids), future, call)
-
-            link.loop.post(link.operations.start, operation, future, work, context)
+            turn = self._turn(link, operation, list(seq_ids))
+            future = link.run(operation, lambda: work(turn), begins_cancelled=True)
+        future.add_done_callback(self._note_unseen)
         return future
 
     def _check_may_submit(self, kind: str) -> None:
@@ -129,18 +104,21 @@ class OperationQueue:
                 "sequence numbers. Use it there only, or make one here with create_training_client_from_state."
             )
 
-    async def _run(self, turn: Turn, future: APIFuture[T], call: QueuedCall[T]) -> T:
+    @asynccontextmanager
+    async def _turn(self, link: ServiceLink, operation: Operation, unsent: list[int]) -> AsyncIterator[Send]:
+        async def send(endpoint: Endpoint, encode: Encode, size_hint: int) -> Collect:
+            return await submit(link, operation, endpoint, unsent.pop(0), encode, size_hint)
+
         try:
             async with self._turns:
-                if future.cancelled():  # on another thread, a moment ago: this task has not been cancelled yet
+                if operation.is_cancelled:  # on another thread, a moment ago: this task has not been cancelled yet
                     raise asyncio.CancelledError
-                await call.submit(turn)
+                yield send
         except BaseException:
-            self._give_back(turn.unsent)
+            self._give_back(unsent)
             raise
-        return await call.collect()
 
-    def _give_back(self, unsent: range) -> None:
+    def _give_back(self, unsent: list[int]) -> None:
         """Return unsent numbers to the counter, as soon as no later one is in use: the service would wait for them."""
         with self._lock:
             self._unsent.update(unsent)
@@ -164,12 +142,10 @@ class OperationQueue:
                 log.warning("%s failed and nobody has looked at its future: %s", name, error)
 
 
+@atexit.register
 def _report_at_exit() -> None:
     for queue in list(_queues):
         queue._report_unseen()
-
-
-atexit.register(_report_at_exit)
 
 
 def _error_of(future: APIFuture[Any]) -> BaseException | None:

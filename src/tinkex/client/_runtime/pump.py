@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.loop import mailbox_of, on_own_loop
@@ -18,10 +18,8 @@ Receive = Callable[[Callable[[T], None]], Coroutine[Any, Any, object]]
 """Receives values until there are no more, and calls the function it gets with each. Runs on the loop thread."""
 LOOK_S = 0.1
 """How soon Ctrl-C is noticed where a wait for a queue cannot be interrupted (Windows)."""
-
-
-class _End:
-    """Comes after the last value."""
+_END: Final = object()
+"""Comes after the last value."""
 
 
 class Pump(Generic[T]):
@@ -35,8 +33,8 @@ class Pump(Generic[T]):
         self._link = link
         self._operation = operation
         self._receive = receive
-        self._arrived: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
-        self._notify: Callable[[], object] = _nothing
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._notify: Callable[[], object] = lambda: None
         self._has_values = False
 
     def __iter__(self) -> Iterator[T]:
@@ -53,7 +51,7 @@ class Pump(Generic[T]):
                 except queue.Empty:
                     future._check_will_end()  # not after a fork, nor when the interpreter is ending
                     continue
-                if isinstance(value, _End):
+                if value is _END:
                     future.result()  # raises what ended it
                     return
                 yield value
@@ -70,7 +68,7 @@ class Pump(Generic[T]):
                 news.clear()  # before the queue is read: what arrives from now on sets it again
                 while not self._arrived.empty():
                     value = self._arrived.get_nowait()
-                    if isinstance(value, _End):
+                    if value is _END:
                         await future  # raises what ended it
                         return
                     yield value
@@ -86,16 +84,12 @@ class Pump(Generic[T]):
         future.cancel()
 
     def _start(self) -> APIFuture[object]:
-        future = self._link.operations.run(self._operation, lambda: self._receive(self._put))
-        future.add_done_callback(lambda _: self._put(_End()))
+        future = self._link.run(self._operation, lambda: self._receive(self._put))
+        future.add_done_callback(lambda _: self._put(_END))
         return future
 
-    def _put(self, value: T | _End) -> None:
+    def _put(self, value: Any) -> None:
         self._operation.waiting_since = self._link.clock.now()
-        self._has_values = self._has_values or not isinstance(value, _End)
+        self._has_values = self._has_values or value is not _END
         self._arrived.put(value)
         self._notify()
-
-
-def _nothing() -> None:
-    return None

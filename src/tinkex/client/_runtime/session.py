@@ -9,13 +9,12 @@ import asyncio
 import itertools
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from tinkex._version import PROTOCOL_VERSION
-from tinkex.client._calls.call import call
+from tinkex.client._calls.attempts import call
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.send import send
 from tinkex.client._runtime.link import ServiceLink, link_for
@@ -28,6 +27,7 @@ from tinkex.types import CreateSessionResponse
 from tinkex.wire import endpoints, json_codec, requests
 from tinkex.wire.dialect import Dialect
 
+T = TypeVar("T")
 log = logging.getLogger("tinkex.session")
 HEARTBEAT_S = 10.0
 HEARTBEAT_TIMEOUT_S = 10.0
@@ -75,9 +75,8 @@ class Session:
         self._user_metadata = dict(user_metadata) if user_metadata is not None else None
         self.project_id = project_id or config.project_id
         self._display_name = display_name
-        self._lock = threading.Lock()
-        self._model_seq = itertools.count()
-        self._sampling_seq = itertools.count()
+        self.model_seqs = itertools.count()
+        self.sampling_seqs = itertools.count()
         self._core = self._new_core(attach_to)
 
     def _new_core(self, attach_to: str | None = None) -> _Core:
@@ -91,7 +90,6 @@ class Session:
     def link(self) -> ServiceLink:
         """Return the shared link of this process; after a fork, a new one and with it a new session."""
         if self._core.pid != os.getpid():
-            self._lock = threading.Lock()
             self._core = self._new_core()
         if self._core.is_closed:
             raise ClosedError("This session was closed. Make a new ServiceClient to go on.")
@@ -110,16 +108,13 @@ class Session:
         if self._core.telemetry is not None and not isinstance(error, ClosedError):
             self._core.telemetry.report_failure(operation, error)
 
-    def next_model_seq(self) -> int:
-        with self._lock:
-            return next(self._model_seq)
-
-    def next_sampling_seq(self) -> int:
-        with self._lock:
-            return next(self._sampling_seq)
-
     def operation(self, kind: str) -> Operation:
         return Operation(kind, self.link().clock.now(), session=self)
+
+    def run(self, kind: str, work: Callable[[Operation], Coroutine[Any, Any, T]]) -> APIFuture[T]:
+        """Start an operation of this session. Returns at once, from any thread."""
+        operation = self.operation(kind)
+        return self.link().run(operation, lambda: work(operation))
 
     async def id(self) -> str:
         """Open the session if needed and return its id; one request however many ask. Loop thread."""
@@ -176,7 +171,7 @@ class Session:
         link = self.link()
         operation = self.operation("close")
         core.is_closed = True
-        return link.operations.run(operation, lambda: _finish(core, link, operation, status, detail), FINISH_S)
+        return link.run(operation, lambda: _finish(core, link, operation, status, detail), FINISH_S)
 
 
 async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: str, detail: str | None) -> None:

@@ -12,6 +12,7 @@ import contextvars
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from tinkex._version import __version__
 from tinkex.redact import redact
@@ -27,7 +28,7 @@ _latest: tuple[Any, Any] = (None, None)
 """The provider seen last, and our tracer from it."""
 
 
-def begin(operation: Operation, service: str) -> None:
+def begin(operation: Operation, base_url: str) -> None:
     """Open the operation's span, a child of the caller's, and make it the current one.
 
     To be called in the context that the operation's tasks run in, a copy of the caller's: it is never set back.
@@ -38,7 +39,8 @@ def begin(operation: Operation, service: str) -> None:
     from opentelemetry import context, trace
 
     try:
-        known = {"server.address": service, "tinkex.model_id": operation.model_id, "tinkex.seq_id": operation.seq_id}
+        host = urlsplit(base_url).hostname
+        known = {"server.address": host, "tinkex.model_id": operation.model_id, "tinkex.seq_id": operation.seq_id}
         span = tracer.start_span(operation.kind, kind=trace.SpanKind.CLIENT, attributes=_without_blanks(known))
         context.attach(trace.set_span_in_context(span))
         _current.set(span)
