@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tinkex.clock import Clock
 from tinkex.terminal.curve import Point
-from tinkex.terminal.format import clean, duration, money, number, plural
-from tinkex.terminal.line import LinePart, bar, fit
+from tinkex.terminal.format import LinePart, bar, clean, duration, fit, money, number, plural
 from tinkex.watch.prices import CURRENCY, Prices
 from tinkex.watch.tally import Tally
 
