@@ -156,7 +156,18 @@ class Finder(MetaPathFinder, Loader):
         """Answer `importlib.metadata.version("tinker")`, with which programs find out what they can use."""
         if getattr(context, "name", None) not in (None, "tinker"):
             return []
-        from tinkex.as_tinker.distribution import TinkerDistribution
+        from importlib.metadata import Distribution
+
+        class TinkerDistribution(Distribution):
+            """Has a name and a version, and no files."""
+
+            def read_text(self, filename: str) -> str | None:
+                if filename != "METADATA":
+                    return None
+                return f"Metadata-Version: 2.1\nName: tinker\nVersion: {PROTOCOL_VERSION}\nSummary: served by tinkex\n"
+
+            def locate_file(self, path: Any) -> Path:
+                return Path(__file__).parent.joinpath(str(path))
 
         return [TinkerDistribution()]
 

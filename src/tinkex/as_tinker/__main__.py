@@ -11,6 +11,7 @@ import runpy
 import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
+from typing import NoReturn
 
 from tinkex import as_tinker
 
@@ -24,9 +25,9 @@ def main(arguments: list[str]) -> None:
     is_module = arguments[:1] == ["-m"]
     program = arguments[1:] if is_module else arguments
     if not program or (not is_module and program[0].startswith("-")):
-        sys.exit(_usage_error(USAGE))
+        _exit_misused(USAGE)
     if not is_module and not os.path.isfile(program[0]):
-        sys.exit(_usage_error(f"{sys.executable}: can't open file {os.path.abspath(program[0])!r}: no such file"))
+        _exit_misused(f"{sys.executable}: can't open file {os.path.abspath(program[0])!r}: no such file")
     if not is_module and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
     as_tinker.install()
@@ -57,9 +58,9 @@ def _set_path_for_children() -> None:
     environ["PYTHONPATH"] = os.pathsep.join([as_tinker.SPAWNED, *([inherited] if inherited else [])])
 
 
-def _usage_error(text: str) -> int:
+def _exit_misused(text: str) -> NoReturn:
     print(text, file=sys.stderr)
-    return 2
+    sys.exit(2)
 
 
 if __name__ == "__main__":

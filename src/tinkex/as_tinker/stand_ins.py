@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import enum
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
@@ -27,8 +28,11 @@ class LossHandle:
         raise server_side_loss_error()
 
 
-class Timeout:
-    """Seconds per phase of a request, for `ServiceClient(timeout=…)`, which uses `read` as the time for a response."""
+class Timeout(types.SimpleNamespace):
+    """Seconds per phase of a request, for `ServiceClient(timeout=…)`, which uses `read` as the time for a response.
+
+    As upstream: equal by value, mutable and therefore not hashable.
+    """
 
     def __init__(
         self,
@@ -39,21 +43,11 @@ class Timeout:
         write: float | None = None,
         pool: float | None = None,
     ) -> None:
-        self.connect = timeout if connect is None else connect
-        self.read = timeout if read is None else read
-        self.write = timeout if write is None else write
-        self.pool = timeout if pool is None else pool
+        phases = {"connect": connect, "read": read, "write": write, "pool": pool}
+        super().__init__(**{phase: timeout if value is None else value for phase, value in phases.items()})
 
     def as_dict(self) -> dict[str, float | None]:
-        return {"connect": self.connect, "read": self.read, "write": self.write, "pool": self.pool}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Timeout) and self.as_dict() == other.as_dict()
-
-    __hash__ = None  # type: ignore[assignment]  # as upstream: equal by value, and mutable
-
-    def __repr__(self) -> str:
-        return f"Timeout({', '.join(f'{name}={value}' for name, value in self.as_dict().items())})"
+        return dict(vars(self))
 
 
 class RequestOptions(TypedDict, total=False):

@@ -5,15 +5,12 @@ Exit codes: 0 success, 1 failure (one sentence on stderr), 2 wrong usage, 130 st
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tinkex.cli.parser import DEFAULTS, build_parser, show_version
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.run is not show_version:
             _set_up_logging(args)
-        code: int = args.run(args)
+        code: int = args.run(args) or 0
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from tinkex._version import PROTOCOL_VERSION, __version__
 
@@ -28,32 +28,27 @@ export TINKER_BASE_URL=http://127.0.0.1:8642. `tinkex COMMAND --help` shows a co
 """
 
 
-class CommandModule(NamedTuple):
-    """A command, the module that has its function `add(parser, about)`, and what the command does."""
-
-    path: str
-    about: str
-
-
 COMMANDS = {
-    "demo": CommandModule("tinkex.cli.service.demo", "train a small model on this machine and watch it learn"),
-    "serve": CommandModule("tinkex.cli.service.serve", "run a service on this machine"),
-    "console": CommandModule("tinkex.cli.commands.console", "open your service's web console"),
-    "chat": CommandModule("tinkex.cli.commands.chat", "chat with a base model or with an adapter you trained"),
-    "sample": CommandModule("tinkex.cli.commands.sample", "generate text from a prompt"),
-    "models": CommandModule("tinkex.cli.commands.models", "list and download base models"),
-    "run": CommandModule("tinkex.cli.commands.run", "list training runs and watch them"),
-    "checkpoint": CommandModule("tinkex.cli.commands.checkpoint", "manage saved weights"),
-    "export": CommandModule("tinkex.cli.commands.export", "convert a checkpoint into files for other programs"),
-    "doctor": CommandModule("tinkex.cli.commands.doctor", "diagnose the settings and the connection to the service"),
-    "key": CommandModule("tinkex.cli.service.key", "manage API keys"),
-    "backup": CommandModule("tinkex.cli.service.backup", "back up a service's data"),
-    "gc": CommandModule("tinkex.cli.service.gc", "delete unused files"),
-    "completion": CommandModule("tinkex.cli.commands.completion", "print a shell completion script"),
+    "demo": ("service", "train a small model on this machine and watch it learn"),
+    "serve": ("service", "run a service on this machine"),
+    "console": ("commands", "open your service's web console"),
+    "chat": ("commands", "chat with a base model or with an adapter you trained"),
+    "sample": ("commands", "generate text from a prompt"),
+    "models": ("commands", "list and download base models"),
+    "run": ("commands", "list training runs and watch them"),
+    "checkpoint": ("commands", "manage saved weights"),
+    "export": ("commands", "convert a checkpoint into files for other programs"),
+    "doctor": ("commands", "diagnose the settings and the connection to the service"),
+    "key": ("service", "manage API keys"),
+    "backup": ("service", "back up a service's data"),
+    "gc": ("service", "delete unused files"),
+    "completion": ("commands", "print a shell completion script"),
 }
+"""Command → the folder of its module, which has a function `add(parser, about)`, and what the command does."""
 MISUSED = 2
 DEFAULTS = {"output": "table", "base_url": None, "api_key": None, "debug": False}
-Run = Callable[[argparse.Namespace], int]
+Run = Callable[[argparse.Namespace], int | None]
+"""Runs a command; returns its exit code, or None for success."""
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -80,9 +75,9 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     top = _Parser("tinkex", description=ABOUT, epilog=EXAMPLES, parents=[shared])
     top.add_argument("--version", action="version", version=f"tinkex {__version__}")
     commands = CommandParser(top, "tinkex", shared, local)
-    for name, (path, about) in COMMANDS.items():
+    for name, (folder, about) in COMMANDS.items():
         if name in argv:
-            import_module(path).add(commands, about)
+            import_module(f"tinkex.cli.{folder}.{name}").add(commands, about)
         else:  # listed by name only: its module is not loaded
             commands.add_command(name, None, about)
     commands.add_command("version", show_version, "show the version", "tinkex version -o json")
@@ -96,13 +91,7 @@ class CommandParser:
     """
 
     def __init__(
-        self,
-        parent: _Parser,
-        prog: str,
-        shared: _Parser,
-        local: _Parser,
-        *,
-        is_required: bool = True,
+        self, parent: _Parser, prog: str, shared: _Parser, local: _Parser, *, is_required: bool = True
     ) -> None:
         # `prog` is passed because argparse would otherwise load its formatter to find it out.
         self._commands = parent.add_subparsers(title="commands", metavar="COMMAND", required=is_required, prog=prog)
@@ -163,11 +152,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(MISUSED, "\n".join([*lines, f"\n`{self.prog} --help` shows all options.\n"]))
 
 
-def show_version(args: argparse.Namespace) -> int:
+def show_version(args: argparse.Namespace) -> None:
     if args.output == "json":
         from tinkex.terminal.output import write_json
 
         write_json({"version": __version__, "protocol": PROTOCOL_VERSION, "python": sys.version.split()[0]})
     else:
         print(f"tinkex {__version__} (protocol {PROTOCOL_VERSION}, Python {sys.version.split()[0]})")
-    return 0

@@ -4,8 +4,7 @@ Light on purpose: `tinkex --help` and `import tinkex` must stay fast (docs/decis
 and `clock` only; what it shows is passed in.
 
 Others import:
-    format        numbers, sizes, durations, money and dates as text; cleaning and cutting of text
-    line          one line made of parts, of which the least important are dropped first; a bar
+    format        numbers, sizes, durations, money and dates as text; cleaning and cutting of text; a line made of parts
     curve         a curve as text
     screen        lines that are drawn over: on a terminal, in a notebook, or in a plain file
     progress_bar  the progress of a download or of anything else that counts bytes

@@ -1,10 +1,10 @@
-"""Turns values into text for people: numbers, sizes, durations, money, dates. Cleans text, and cuts it to a width."""
+"""Turns values into text for people: numbers, sizes, durations, money, dates. Cleans text, and fits it into a width."""
 
 from __future__ import annotations
 
 import math
 import unicodedata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 NONE = "–"
 ASCII = str.maketrans("·→…█░≥", "|>~#.>")
 """Replacements for our own marks where the encoding has only ASCII."""
+BAR = 16
+JOIN = " · "
 UNITS_S = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
@@ -145,3 +147,36 @@ def can_encode(text: str, encoding: str | None) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+# -- one line of a progress --------------------------------------------------------------------------------------------
+
+
+class LinePart(NamedTuple):
+    """A part of a line. Where the line is too long, the parts with the highest `rank` are dropped first, 0 never."""
+
+    text: str
+    rank: int = 0
+    more: str = ""
+    """Added after the text where the line has room for it."""
+
+
+def fit(parts: list[LinePart], width: int) -> str:
+    """Join the parts that have room. The rest is cut: a wrapped line could not be drawn over."""
+    shown = [part for part in parts if part.text]
+    while (line := _joined(shown)) and cells(line) > width:
+        loosest = max(shown, key=lambda part: part.rank + bool(part.more))
+        if not loosest.rank:
+            break
+        shown = [part for part in shown if part is not loosest or part.more]
+        shown = [part._replace(more="") if part is loosest else part for part in shown]
+    return cut(line, width)
+
+
+def bar(done: int, total: int) -> str:
+    full = min(BAR * done // total, BAR) if total else 0
+    return "█" * full + "░" * (BAR - full)
+
+
+def _joined(parts: list[LinePart]) -> str:
+    return JOIN.join(f"{part.text} {part.more}".rstrip() for part in parts)

@@ -7,8 +7,8 @@ own line. Text from the service is stripped of control characters, which could c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from tinkex.terminal.format import clean, cut
 from tinkex.terminal.live import allows_colour, size_of
@@ -18,12 +18,6 @@ INDENT = "    "
 STYLES = {"bold": "1", "green": "32", "yellow": "33", "red": "31"}
 
 
-class Column(NamedTuple):
-    title: str
-    is_number: bool = False
-    """Numbers are aligned on the right."""
-
-
 def write_json(value: object) -> None:
     """Print one JSON document; values of `tinkex.types` become objects."""
     import json
@@ -31,20 +25,25 @@ def write_json(value: object) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
 
 
-def write_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print aligned columns. Output to a pipe or a file is never cut or folded: programs read it."""
+def write_table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Container[str] = ()) -> None:
+    """Print aligned columns, those titled in `numbers` on the right.
+
+    Output to a pipe or a file is never cut or folded: programs read it.
+    """
     width = size_of(sys.stdout)[0] if sys.stdout.isatty() else None
-    for index, line in enumerate(layout(columns, [[clean(cell) for cell in row] for row in rows], width)):
+    for index, line in enumerate(layout(titles, [[clean(cell) for cell in row] for row in rows], width, numbers)):
         print(line if index else paint(line, "bold"))
 
 
-def layout(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+def layout(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, numbers: Container[str] = ()
+) -> list[str]:
     """Return the lines of a table that is at most `width` wide (None: unlimited)."""
-    table = [[column.title for column in columns], *rows]
-    lines = _aligned(columns, table)
+    table = [titles, *rows]
+    lines = _aligned(table, numbers)
     if width is None or all(len(line) <= width for line in lines):
         return lines
-    details = _aligned(columns[1:], [row[1:] for row in table])
+    details = _aligned([row[1:] for row in table], numbers)
     folded = [line for row, rest in zip(table, details, strict=True) for line in (row[0], INDENT + rest)]
     return [cut(line, width) for line in folded]
 
@@ -73,15 +72,12 @@ def paint(text: str, style: str) -> str:
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if allows_colour(sys.stdout) else text
 
 
-def _aligned(columns: Sequence[Column], table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    return [
-        GAP.join(
-            cell.rjust(width) if column.is_number else cell.ljust(width)
-            for cell, width, column in zip(row, widths, columns, strict=True)
-        ).rstrip()
-        for row in table
-    ]
+def _aligned(table: Sequence[Sequence[str]], numbers: Container[str]) -> list[str]:
+    columns = []
+    for cells in zip(*table, strict=True):
+        width = max(map(len, cells))
+        columns.append([cell.rjust(width) if cells[0] in numbers else cell.ljust(width) for cell in cells])
+    return [GAP.join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _plain(value: Any) -> Any:

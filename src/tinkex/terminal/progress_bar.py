@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from tinkex.clock import REAL, Clock
 from tinkex.terminal import screen
-from tinkex.terminal.format import clean, cut, duration, size
-from tinkex.terminal.line import LinePart, bar, fit
+from tinkex.terminal.format import LinePart, bar, clean, cut, duration, fit, size
 from tinkex.terminal.live import default_file
 
 DRAW_S = 0.1

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinkex import events
-from tinkex.clock import REAL, Clock
+from tinkex.clock import REAL
 from tinkex.errors import ConfigError, ValidationError
 from tinkex.terminal import curve as curves
 from tinkex.terminal import live as live_lines
 from tinkex.terminal import screen as screens
 from tinkex.watch import prices as price_tables
-from tinkex.watch.prices import Price, Prices, PriceTable
+from tinkex.watch.prices import Price, PriceTable
 from tinkex.watch.report import Report
 from tinkex.watch.tally import StepRecord, Tally
 
@@ -62,58 +63,25 @@ def progress(
     >>> [record.tokens for record in progress.history]
     [2, 2, 2]
     """
-    return Progress(
-        training,
-        steps,
-        prices=prices,
-        budget=budget,
-        start=start,
-        samplers=samplers,
-        label=label,
-        file=file,
-        live=live,
-        every_s=every_s,
-    )
+    _check(steps, start, budget, prices is not None)
+    table = None if prices is None else price_tables.read(prices)
+    price: Price | None = None
+    if table is not None:
+        price = table.of(training.base_model or training.get_info().model_data.model_name or "")
+    sampler_ids = None if samplers is None else frozenset(sampler.sampling_session_id for sampler in samplers)
+    tally = Tally(training.model_id, training.session_id or "", sampler_ids, REAL, table, price, start)
+    return Progress(tally, Report(tally, steps, table, budget, label, REAL), file, live, max(every_s, 0.01))
 
 
 class Progress:
     """Created by `tinkex.progress`. A context manager and an iterator; its numbers may be read at any time."""
 
-    def __init__(
-        self,
-        training: TrainingClient,
-        steps: int | None = None,
-        *,
-        prices: PriceTable | None = None,
-        budget: float | None = None,
-        start: int = 0,
-        samplers: Sequence[SamplingClient] | None = None,
-        label: str = "",
-        file: Any = None,
-        live: bool | None = None,
-        every_s: float = 0.2,
-        clock: Clock = REAL,
-    ) -> None:
-        _check(steps, start, budget, prices is not None)
-        self.steps, self.budget = steps, budget
+    def __init__(self, tally: Tally, report: Report, file: Any, live: bool | None, every_s: float) -> None:
+        self._tally, self._report = tally, report
+        self._file, self._live, self._every_s = file, live, every_s
+        self.steps, self.budget = report.steps, report.budget
         self.stopped_by: Literal["", "steps", "budget"] = ""
         """Why the iteration ended, unless the caller left it."""
-        self._prices: Prices | None = None if prices is None else price_tables.read(prices)
-        price: Price | None = None
-        if self._prices is not None:
-            price = self._prices.of(training.base_model or training.get_info().model_data.model_name or "")
-        self._clock, self._start = clock, start
-        self._file, self._live, self._every_s = file, live, max(every_s, 0.01)
-        self._tally = Tally(
-            training.model_id,
-            training.session_id or "",
-            None if samplers is None else frozenset(sampler.sampling_session_id for sampler in samplers),
-            clock,
-            self._prices,
-            price,
-            start,
-        )
-        self._report = Report(self._tally, steps, self._prices, budget, label, clock)
         self._screen: screens.Screen | None = None
         self._stops: list[Callable[[], None]] = []
         self._pid = 0
@@ -143,19 +111,17 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        return self._clock.now() - self._tally.began if self._ended_s is None else self._ended_s
+        return REAL.now() - self._tally.began if self._ended_s is None else self._ended_s
 
     @property
     def cost(self) -> float | None:
         """The cost of all calls that have not failed; None without prices."""
-        return None if self._prices is None else self._tally.cost
+        return None if self._report.prices is None else self._tally.cost
 
     @property
     def expected_cost(self) -> float | None:
         """The expected cost of all steps, from the mean of the last ones; None before the first step is done."""
-        if self._prices is None or self.steps is None:
-            return None
-        return self._tally.cost_at(self.steps)
+        return self._report.expected_cost()
 
     @property
     def is_over_budget(self) -> bool:
@@ -215,15 +181,9 @@ class Progress:
     ) -> None:
         if self._pid != os.getpid():
             return  # a forked child: the line and the work belong to the parent
-        try:
-            self._tally.last_step()
+        with self._ending(error):
             while error is None and not self._tally.wait(WAIT_S):
                 pass  # the line stays live until all calls have ended
-        except BaseException as interruption:
-            error = interruption
-            raise
-        finally:
-            self._end(error)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -231,20 +191,14 @@ class Progress:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._tally.last_step()
+        with self._ending(error):
             while error is None and not self._tally.wait(0):
                 await asyncio.sleep(WAIT_S / 4)
-        except BaseException as interruption:
-            error = interruption
-            raise
-        finally:
-            self._end(error)
 
     # -- private ----------------------------------------------------------------------------------------------------
 
     def _steps(self) -> Iterator[int]:
-        step = max(self._tally.loop_step, self._start)
+        step = max(self._tally.loop_step, self._tally.first_step)
         while self.steps is None or step < self.steps:
             # Calls without a result count too: a loop that sends ahead ends no later than one that waits.
             if self.budget is not None and self._tally.cost + self._tally.step_cost() > self.budget + ROUNDING:
@@ -255,13 +209,22 @@ class Progress:
             step += 1
         self.stopped_by = "steps"
 
-    def _end(self, error: BaseException | None) -> None:
-        for stop in self._stops:
-            stop()
-        self._ended_s = self.seconds
-        if self._screen is not None:
-            self._screen.remove(self._report, self._report.last(error, self.stopped_by, self.seconds))
-        self._screen = None
+    @contextmanager
+    def _ending(self, error: BaseException | None) -> Iterator[None]:
+        """Leave the last line behind when the block has ended."""
+        try:
+            self._tally.last_step()
+            yield
+        except BaseException as interruption:
+            error = interruption
+            raise
+        finally:
+            for stop in self._stops:
+                stop()
+            self._ended_s = self.seconds
+            if self._screen is not None:
+                self._screen.remove(self._report, self._report.last(error, self.stopped_by, self.seconds))
+            self._screen = None
 
     def __repr__(self) -> str:
         return f"<Progress: {self._report.last(None, self.stopped_by, self.seconds)}>"

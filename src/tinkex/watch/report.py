@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tinkex.clock import Clock
 from tinkex.terminal.curve import Point
-from tinkex.terminal.format import clean, duration, money, number, plural
-from tinkex.terminal.line import LinePart, bar, fit
+from tinkex.terminal.format import LinePart, bar, clean, duration, fit, money, number, plural
 from tinkex.watch.prices import CURRENCY, Prices
 from tinkex.watch.tally import Tally
 
@@ -19,7 +18,7 @@ class Report:
     def __init__(
         self, tally: Tally, steps: int | None, prices: Prices | None, budget: float | None, label: str, clock: Clock
     ) -> None:
-        self._tally, self._steps, self._prices, self._budget, self._clock = tally, steps, prices, budget, clock
+        self.steps, self.prices, self.budget, self._tally, self._clock = steps, prices, budget, tally, clock
         self._name = f"{clean(label)}: " if label else ""
         self._has_warned = False
         self._last_at, self._last = clock.now(), (tally.step, "")
@@ -33,7 +32,7 @@ class Report:
         """Return a whole line, if it is time for one."""
         now, step, queue = self._clock.now(), self._tally.step, self._queue()
         last_step, last_queue = self._last
-        if self._steps and 10 * step // self._steps > 10 * last_step // self._steps:
+        if self.steps and 10 * step // self.steps > 10 * last_step // self.steps:
             least_s = TENTH_S
         else:
             least_s = LINE_S if (step, queue) != (last_step, last_queue) else QUIET_S
@@ -44,17 +43,17 @@ class Report:
 
     def remarks(self) -> list[str]:
         """Return one warning if the budget is used up and only the caller's own code can end the loop."""
-        if self._has_warned or self._budget is None or self._tally.cost <= self._budget or self._tally.loop_step:
+        if self._has_warned or self.budget is None or self._tally.cost <= self.budget or self._tally.loop_step:
             return []
         self._has_warned = True
         return [
-            f"{self._name}The budget of {self.money(self._budget)} is exceeded: {self.money(self._tally.cost)} after "
+            f"{self._name}The budget of {self.money(self.budget)} is exceeded: {self.money(self._tally.cost)} after "
             f"{plural(self._tally.step, 'step')}. Iterate over the progress to be stopped, or check is_over_budget."
         ]
 
     def last(self, error: BaseException | None, stopped_by: str, seconds: float) -> str:
         """Return the last line: `100 steps · loss 2.31 → 0.42 · 48,200 tokens · 1 min 12 s · $0.03`"""
-        tally, steps, done = self._tally, self._steps, self._tally.step
+        tally, steps, done = self._tally, self.steps, self._tally.step
         total = "" if steps is None else f" of {steps:,}"
         if error is not None:
             where = f"in step {tally.loop_step:,}" if tally.loop_step else f"after step {done:,}"
@@ -62,23 +61,27 @@ class Report:
             head = f"stopped {where}{total}{by}"
         else:
             head = plural(done, "step") if steps in (None, done) else f"{done:,}{total} steps"
-        if stopped_by == "budget" and self._budget is not None:
-            head += f", stopped by the budget of {self.money(self._budget)}"
+        if stopped_by == "budget" and self.budget is not None:
+            head += f", stopped by the budget of {self.money(self.budget)}"
         curves = [f"{name} {number(values[0])} → {number(values[-1])}" for name, values in self._curves()]
         tokens = [plural(tally.tokens, "token")] if tally.tokens else []
-        cost = [self._cost()] if self._prices is not None else []
+        cost = [self._cost()] if self.prices is not None else []
         cost += [
             f"{plural(count, 'token')} of {name} without a price" for name, count in sorted(tally.unpriced.items())
         ]
         return " · ".join([self._name + head, *curves, *tokens, duration(seconds), *cost])
 
+    def expected_cost(self) -> float | None:
+        """Return the expected cost of all steps; None without prices, and before the first step is done."""
+        return None if self.steps is None or self.prices is None else self._tally.cost_at(self.steps)
+
     def money(self, amount: float) -> str:
-        return money(amount, CURRENCY if self._prices is None else self._prices.currency)
+        return money(amount, CURRENCY if self.prices is None else self.prices.currency)
 
     def _parts(self, *, with_bar: bool) -> list[LinePart]:
-        tally, steps, step = self._tally, self._steps, self._tally.step
+        tally, steps, step = self._tally, self.steps, self._tally.step
         rate, left_s = tally.tokens_per_s(), None if steps is None else tally.seconds_left(steps)
-        at_end = None if steps is None or self._prices is None else tally.cost_at(steps)
+        at_end = self.expected_cost()
         return [
             LinePart(f"{self._name}step {step:,}" + ("" if steps is None else f"/{steps:,}")),
             LinePart(bar(step, steps) if with_bar and steps else "", 7),
@@ -87,7 +90,7 @@ class Report:
             LinePart(f"{rate:,.0f} tokens/s" if rate else "", 5),
             LinePart("" if left_s is None or step == steps else f"{duration(left_s)} left", 2),
             LinePart(
-                "" if self._prices is None else self._cost(),
+                "" if self.prices is None else self._cost(),
                 3,
                 "" if at_end is None else f"of about {self.money(at_end)}",
             ),
@@ -106,5 +109,4 @@ class Report:
     def _queue(self) -> str:
         if (queue := self._tally.queue()) is None:
             return ""
-        state, reason = queue
-        return clean(f"queue {state}: {reason}" if reason else f"queue {state}")
+        return clean(f"queue {queue.state}: {queue.reason}" if queue.reason else f"queue {queue.state}")

@@ -35,13 +35,6 @@ class StepRecord(NamedTuple):
     cost: float | None
 
 
-class Queue(NamedTuple):
-    """Why an operation waits, as the service reports it."""
-
-    state: str
-    reason: str
-
-
 class Mark(NamedTuple):
     """Time, steps and tokens at the end of a step."""
 
@@ -70,7 +63,7 @@ class Tally:
         self._order: deque[int] = deque()
         self._samples: dict[int, Usage] = {}
         self._losses: list[StepEvent] = []
-        self._first_step = first_step
+        self.first_step = first_step
         self._optim_calls = self._optim_ends = 0
         self._loop_begun = self._loop_closed = self._loop_done = 0
         self._ends: deque[int] = deque()
@@ -89,7 +82,7 @@ class Tally:
         """Tokens of models that are not in the price table."""
         self.tokens = 0
         self.history: list[StepRecord] = []
-        self._queues: dict[int, Queue] = {}
+        self._queues: dict[int, QueueEvent] = {}
 
     def begin(self) -> None:
         """Start the clock."""
@@ -130,7 +123,7 @@ class Tally:
     def queued(self, event: QueueEvent) -> None:
         with self._changed:
             if event.number in self._open or event.number in self._samples:
-                self._queues[event.number] = Queue(event.state, event.reason or "")
+                self._queues[event.number] = event
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -157,17 +150,17 @@ class Tally:
     @property
     def step(self) -> int:
         """Steps that are done, including those before `first_step`."""
-        return self._first_step + (self._loop_done if self._loop_begun else self._steps)
+        return self.first_step + (self._loop_done if self._loop_begun else self._steps)
 
     @property
     def loop_step(self) -> int:
         """The number of the step that the caller's loop is in; 0 if it does not iterate."""
-        return self._first_step + self._loop_begun if self._loop_begun else 0
+        return self.first_step + self._loop_begun if self._loop_begun else 0
 
-    def queue(self) -> Queue | None:
+    def queue(self) -> QueueEvent | None:
         """Return why the first operation that is held back waits. "Active" only means that it is in the queue."""
         with self._changed:
-            waiting = [n for n, (state, _) in self._queues.items() if state not in ("active", "unknown", "")]
+            waiting = [n for n, event in self._queues.items() if event.state not in ("active", "unknown", "")]
             return self._queues[min(waiting)] if waiting else None
 
     def step_cost(self) -> float:
@@ -180,7 +173,7 @@ class Tally:
         with self._changed:
             if not self._costs:
                 return None
-            behind = self._first_step + (self._loop_closed if self._loop_begun else self._steps)
+            behind = self.first_step + (self._loop_closed if self._loop_begun else self._steps)
             return max(self.cost, self._cost_at_step + max(steps - behind, 0) * fmean(self._costs))
 
     def seconds_left(self, steps: int) -> float | None:
@@ -247,7 +240,7 @@ class Tally:
         rate = event.metrics.get("learning_rate")
         cost = None if self._prices is None else self._step_paid
         seconds = now - self._step_began
-        step = self._first_step + self._steps
+        step = self.first_step + self._steps
         self.history.append(StepRecord(step, loss_of(self._losses), self._step_tokens, seconds, rate, cost))
         if not self._loop_begun:
             self._costs.append(self._paid - self._cost_at_step)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.terminal.emulator import TerminalFile
-from tinkex.cli.commands.sample import IdWriter, TextWriter
+from tinkex.cli.commands.sample import TextWriter, ids_as_text
 from tinkex.testing import Hang, ScriptedService, Status
 
 from .conftest import KEY, Saved, Tinkex, start
@@ -215,6 +215,6 @@ def test_decoding_costs_the_same_for_the_thousandth_token() -> None:
 
 
 def test_ids_are_separated_by_spaces() -> None:
-    writer = IdWriter()
+    writer = TextWriter(ids_as_text)
     assert writer.feed([1, 2]) + writer.feed([]) + writer.feed([3]) + writer.flush() == "1 2 3"
     assert writer.text == "1 2 3"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from tinkex.cli.commands.watch import line_of, lines_of
+from tinkex.cli.commands.run import line_of, lines_of
 from tinkex.testing import ScriptedService, Status
 from tinkex.types import RunStep
 

@@ -7,8 +7,21 @@ import math
 
 import pytest
 
-from tinkex.terminal.format import age, cells, clean, cut, date, duration, expiry, fold, money, number, size
-from tinkex.terminal.line import LinePart, fit
+from tinkex.terminal.format import (
+    LinePart,
+    age,
+    cells,
+    clean,
+    cut,
+    date,
+    duration,
+    expiry,
+    fit,
+    fold,
+    money,
+    number,
+    size,
+)
 
 NOW = dt.datetime(2026, 5, 1, tzinfo=dt.UTC)
 

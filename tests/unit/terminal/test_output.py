@@ -8,9 +8,8 @@ import pytest
 
 from tests.unit.terminal.emulator import TerminalFile
 from tinkex.terminal import output
-from tinkex.terminal.output import Column
 
-COLUMNS = (Column("PATH"), Column("SIZE", is_number=True), Column("TYPE"))
+COLUMNS = ("PATH", "SIZE", "TYPE")
 LONG = "tinker://6f5f0b43-0000-4000-8000-000000000000:train:0/weights/0001"
 
 
@@ -22,7 +21,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> TerminalFile:
 
 
 def test_columns_are_aligned_and_numbers_are_on_the_right() -> None:
-    assert output.layout(COLUMNS, [("a", "1 B", "x"), ("bcdef", "10 kB", "y")], None) == [
+    assert output.layout(COLUMNS, [("a", "1 B", "x"), ("bcdef", "10 kB", "y")], None, ["SIZE"]) == [
         "PATH    SIZE  TYPE",
         "a        1 B  x",
         "bcdef  10 kB  y",
@@ -30,7 +29,7 @@ def test_columns_are_aligned_and_numbers_are_on_the_right() -> None:
 
 
 def test_a_table_too_wide_for_the_terminal_keeps_its_first_column_whole() -> None:
-    lines = output.layout(COLUMNS, [(LONG, "1 B", "training")], 70)
+    lines = output.layout(COLUMNS, [(LONG, "1 B", "training")], 70, ["SIZE"])
     assert lines == ["PATH", "    SIZE  TYPE", LONG, "     1 B  training"]
 
 
@@ -44,7 +43,7 @@ def test_piped_tables_are_never_cut_and_have_no_colours(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    output.write_table(COLUMNS, [(LONG, "1 B", "training")])
+    output.write_table(COLUMNS, [(LONG, "1 B", "training")], ["SIZE"])
     assert capsys.readouterr().out.splitlines()[1] == f"{LONG}   1 B  training"
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import tinkex
 from tinkex.cli.arguments import count, temperature
+from tinkex.cli.connect import announce_retries, config_for, rest_client
+from tinkex.cli.error_text import describe
+from tinkex.cli.parser import CommandParser
+from tinkex.errors import APIStatusError, TinkexError, ValidationError
 from tinkex.terminal import output
 from tinkex.terminal.format import aware, clean
 
 if TYPE_CHECKING:
-    import argparse
     from pathlib import Path
-
-    from tinkex.cli.parser import CommandParser
-    from tinkex.settings import Config
 
 LATEST = "latest"
 PROMPT = "> "
@@ -55,23 +57,23 @@ def add(parser: CommandParser, about: str) -> None:
     command.add_argument("--seed", type=int, metavar="N", help="the same seed and messages give the same reply")
 
 
-def chat(args: argparse.Namespace) -> int:
-    from tinkex.cli.connect import announce_retries, config_for
-    from tinkex.errors import ValidationError
-
+def chat(args: argparse.Namespace) -> None:
     is_conversation = sys.stdin.isatty()
     if is_conversation and args.output == "json":
         raise ValidationError("-o json is for one message on stdin: echo 'Who are you?' | tinkex chat -o json")
     announce_retries()
     model, about = choose(args)
     talk = Conversation(config_for(args), model, args)
-    return converse(talk, about) if is_conversation else reply_once(talk, as_json=args.output == "json")
+    if is_conversation:
+        converse(talk, about)
+    else:
+        reply_once(talk, as_json=args.output == "json")
 
 
 class Conversation:
     """The messages so far, and how the next reply is requested."""
 
-    def __init__(self, config: Config, model: str, args: argparse.Namespace) -> None:
+    def __init__(self, config: tinkex.Config, model: str, args: argparse.Namespace) -> None:
         self._config = config
         self.model = model
         self.system: str | None = args.system
@@ -79,9 +81,6 @@ class Conversation:
         self._limits = {"max_tokens": args.max_tokens, "seed": args.seed}
         self.messages: list[dict[str, str]] = []
         self._files: set[Path] = set()
-
-    def reset(self) -> None:
-        self.messages.clear()
 
     @property
     def whole(self) -> list[dict[str, str]]:
@@ -140,10 +139,8 @@ class Conversation:
         return f"Saved {len(self.messages)} messages to {file}."
 
 
-def reply_once(talk: Conversation, *, as_json: bool) -> int:
+def reply_once(talk: Conversation, *, as_json: bool) -> None:
     """Send the message on stdin and print the reply."""
-    from tinkex.errors import ValidationError
-
     text = sys.stdin.read().removesuffix("\n")
     if not text.strip():
         raise ValidationError(
@@ -154,18 +151,14 @@ def reply_once(talk: Conversation, *, as_json: bool) -> int:
         raise KeyboardInterrupt
     if as_json:
         output.write_json({"model": talk.model, "answer": talk.messages[-1]["content"], "finish_reason": reason})
-        return 0
+        return
     output.stream("\n")
     if reason == "length" and sys.stderr.isatty():
         output.remark("(cut at --max-tokens)")
-    return 0
 
 
-def converse(talk: Conversation, about: str) -> int:
+def converse(talk: Conversation, about: str) -> None:
     """Send one message per line, until Ctrl-D. An error in one reply does not end the conversation."""
-    from tinkex.cli.error_text import describe
-    from tinkex.errors import TinkexError
-
     try:
         import readline  # gives input() a history and line editing
 
@@ -178,14 +171,14 @@ def converse(talk: Conversation, about: str) -> int:
             line = input(PROMPT)
         except EOFError:
             output.remark("")
-            return 0
+            return
         except KeyboardInterrupt:
             output.remark("\n(Ctrl-D ends the chat.)")
             continue
         if line.startswith("/") and not line.startswith("//"):
             remark = run_slash_command(talk, line)
             if remark is None:
-                return 0
+                return
             output.remark(remark)
         elif line.strip():
             try:
@@ -207,8 +200,6 @@ def _remedy(error: Exception) -> str:
 
 def run_slash_command(talk: Conversation, line: str) -> str | None:
     """Run a command such as /reset and return a remark about it; None ends the conversation."""
-    import argparse
-
     word, _, rest = line.partition(" ")
     rest = rest.strip()
     match word:
@@ -217,11 +208,11 @@ def run_slash_command(talk: Conversation, line: str) -> str | None:
         case "/exit" | "/quit":
             return None
         case "/reset":
-            talk.reset()
+            talk.messages.clear()
             return "Cleared the conversation."
         case "/system":
             talk.system = rest or None
-            talk.reset()
+            talk.messages.clear()
             return f"{'Set' if rest else 'Removed'} the system message and cleared the conversation."
         case "/temperature":
             try:
@@ -242,13 +233,10 @@ def choose(args: argparse.Namespace) -> tuple[str, str]:
     if name is not None and name.startswith("tinker://"):
         return name, f"Chatting with {clean(name)}{_base_of(args, name)}."
     from tinkex.cli.commands.models import offered
-    from tinkex.errors import ValidationError
 
-    models = offered(args)
-    names = [str(entry["model_name"]) for entry in models if entry.get("sampleable") is not False]
-    base_names = [
-        str(entry["model_name"]) for entry in models if entry["model_name"] in names and not entry.get("alias_of")
-    ]
+    models = [entry for entry in offered(args) if entry.get("sampleable") is not False]
+    names = [str(entry["model_name"]) for entry in models]
+    base_names = [str(entry["model_name"]) for entry in models if not entry.get("alias_of")]
     listed = ", ".join(base_names) or "none"
     if name is None and len(base_names) != 1:
         raise ValidationError(
@@ -262,8 +250,6 @@ def choose(args: argparse.Namespace) -> tuple[str, str]:
 
 def _newest_sampler(args: argparse.Namespace) -> str:
     from tinkex.cli.commands.checkpoint import list_pages
-    from tinkex.cli.connect import rest_client
-    from tinkex.errors import ValidationError
 
     samplers = [saved for saved in list_pages(rest_client(args), None, 0) if saved.checkpoint_type == "sampler"]
     if not samplers:
@@ -276,11 +262,7 @@ def _newest_sampler(args: argparse.Namespace) -> str:
 
 def _base_of(args: argparse.Namespace, path: str) -> str:
     """Return ", an adapter of BASE" for a checkpoint, or "" if the service does not say."""
-    from tinkex.cli.connect import rest_client
-    from tinkex.errors import APIStatusError, ValidationError
-    from tinkex.types import ParsedCheckpointTinkerPath
-
-    if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type != "sampler":
+    if tinkex.ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type != "sampler":
         raise ValidationError(
             f"{path} cannot be sampled from. Use a path with /sampler_weights/; `tinkex checkpoint list` shows them."
         )

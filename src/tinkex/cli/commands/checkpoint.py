@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import re
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import tinkex
 from tinkex.cli.arguments import count, seconds, seconds_or_keep
 from tinkex.cli.connect import rest_client
+from tinkex.cli.error_text import describe
+from tinkex.cli.parser import CommandParser
+from tinkex.errors import APIStatusError, TinkexError, ValidationError
 from tinkex.terminal import output
 from tinkex.terminal.format import age, aware, clean, date, duration, expiry, size, utc_now
-from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
-    import argparse
-    import datetime as dt
-    from collections.abc import Iterator
     from pathlib import Path
-
-    from tinkex.cli.parser import CommandParser
-    from tinkex.client.future import APIFuture
-    from tinkex.client.rest import RestClient
-    from tinkex.types import Checkpoint
 
 PAGE = 1000
 LOOK_S = 0.5
 """How soon Ctrl-C is noticed where waiting for a future cannot be interrupted (Windows)."""
-COLUMNS = (
-    Column("PATH"),
-    Column("TYPE"),
-    Column("SIZE", is_number=True),
-    Column("AGE", is_number=True),
-    Column("EXPIRES"),
-    Column("PUBLIC"),
-)
 PATH = "tinker://RUN/weights/0001"
 ABOUT_KINDS = """\
 There are two kinds. save_state creates tinker://RUN/weights/NAME, which includes the optimizer:
@@ -87,29 +78,37 @@ def add(parser: CommandParser, about: str) -> None:
     command.add_argument("--keep-archive", action="store_true", help="keep the tar file too")
 
 
-def list_checkpoints(args: argparse.Namespace) -> int:
-    now = utc_now()
-    checkpoints: list[Checkpoint] = []
-    is_cut = False
-    for saved in list_pages(rest_client(args), args.run_id, args.limit if args.expires_within is None else 0):
-        if args.expires_within is not None and not _expires_within(saved, now, args.expires_within):
-            continue
-        if args.limit and len(checkpoints) == args.limit:
-            is_cut = True
-            break
-        checkpoints.append(saved)
+def list_checkpoints(args: argparse.Namespace) -> None:
+    now, within_s = utc_now(), args.expires_within
+    pages = list_pages(rest_client(args), args.run_id, args.limit if within_s is None else 0)
+    if within_s is not None:
+        pages = (
+            saved
+            for saved in pages
+            if saved.expires_at is not None and (aware(saved.expires_at) - now).total_seconds() <= within_s
+        )
+    found = list(itertools.islice(pages, args.limit + 1 if args.limit else None))
+    checkpoints = found[: args.limit or None]
     if args.output == "json":
         output.write_json({"checkpoints": checkpoints})
-        return 0
-    output.write_table(COLUMNS, [_row(saved, now) for saved in checkpoints])
-    if is_cut:
+        return
+    rows = [
+        (
+            saved.tinker_path,
+            str(saved.checkpoint_type),
+            size(saved.size_bytes),
+            age(saved.time, now),
+            expiry(saved.expires_at, now),
+            _yes(saved.public),
+        )
+        for saved in checkpoints
+    ]
+    output.write_table(("PATH", "TYPE", "SIZE", "AGE", "EXPIRES", "PUBLIC"), rows, numbers=["SIZE", "AGE"])
+    if len(checkpoints) < len(found):
         output.remark(f"Only the first {args.limit} are shown; --limit 0 shows all.")
-    return 0
 
 
-def info(args: argparse.Namespace) -> int:
-    from tinkex.errors import APIStatusError, TinkexError
-
+def info(args: argparse.Namespace) -> None:
     client = rest_client(args)
     run_id, path = _run_of(args.path), args.path
     checkpoints = client.list_checkpoints(run_id).result().checkpoints
@@ -124,7 +123,7 @@ def info(args: argparse.Namespace) -> int:
         weights = None  # services before 0.6 lack the call, and some checkpoints the information
     if args.output == "json":
         output.write_json({**saved.model_dump(mode="json"), **(weights.model_dump(mode="json") if weights else {})})
-        return 0
+        return
     now = utc_now()
     fields = [
         ("path", saved.tinker_path),
@@ -139,26 +138,25 @@ def info(args: argparse.Namespace) -> int:
         fields.append(("LoRA rank", str(weights.lora_rank) if weights.is_lora else "no LoRA"))
     fields += [(f"metadata {name}", str(value)) for name, value in (saved.user_metadata or {}).items()]
     output.write_fields(fields)
-    return 0
 
 
-def publish(args: argparse.Namespace) -> int:
-    return _change(args, rest_client(args).publish_checkpoint_from_tinker_path(args.path), "public", True)
+def publish(args: argparse.Namespace) -> None:
+    rest_client(args).publish_checkpoint_from_tinker_path(args.path).result()
+    _report_change(args, "public", True, "is public now")
 
 
-def unpublish(args: argparse.Namespace) -> int:
-    return _change(args, rest_client(args).unpublish_checkpoint_from_tinker_path(args.path), "public", False)
+def unpublish(args: argparse.Namespace) -> None:
+    rest_client(args).unpublish_checkpoint_from_tinker_path(args.path).result()
+    _report_change(args, "public", False, "is private now")
 
 
-def set_ttl(args: argparse.Namespace) -> int:
-    future = rest_client(args).set_checkpoint_ttl_from_tinker_path(args.path, args.ttl)
-    return _change(args, future, "ttl_seconds", args.ttl)
+def set_ttl(args: argparse.Namespace) -> None:
+    rest_client(args).set_checkpoint_ttl_from_tinker_path(args.path, args.ttl).result()
+    text = "never expires now" if args.ttl is None else f"expires in {duration(args.ttl, 4)}"
+    _report_change(args, "ttl_seconds", args.ttl, text)
 
 
 def delete(args: argparse.Namespace) -> int:
-    from tinkex.cli.error_text import describe
-    from tinkex.errors import TinkexError, ValidationError
-
     if bool(args.paths) == bool(args.run_id):
         raise ValidationError(
             "Name the checkpoints to delete, or a run with --run-id to delete all of its checkpoints."
@@ -188,7 +186,7 @@ def delete(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def download(args: argparse.Namespace) -> int:
+def download(args: argparse.Namespace) -> None:
     from pathlib import Path
 
     folder = Path(args.dir) / folder_name(args.path)
@@ -199,11 +197,12 @@ def download(args: argparse.Namespace) -> int:
     else:
         for file in files:
             print(file)
-    return 0
 
 
 def download_into(args: argparse.Namespace, path: str, folder: Path, *, keep_archive: bool = False) -> list[Path]:
     """Download a checkpoint's files and show the progress. Called again, it continues where it stopped."""
+    import concurrent.futures
+
     from tinkex.client.download import download_checkpoint
     from tinkex.terminal.progress_bar import ProgressBar
 
@@ -214,7 +213,7 @@ def download_into(args: argparse.Namespace, path: str, folder: Path, *, keep_arc
         )
         try:
             while not future.done():
-                _wait(future, LOOK_S)
+                concurrent.futures.wait([future], LOOK_S)
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
@@ -225,13 +224,11 @@ def download_into(args: argparse.Namespace, path: str, folder: Path, *, keep_arc
 
 def folder_name(path: str) -> str:
     """Return run_weights_name: one folder per checkpoint, with a name that is valid on every system."""
-    import re
-
     _run_of(path)
     return re.sub(r"[^\w.-]+", "_", path.removeprefix("tinker://"))
 
 
-def list_pages(client: RestClient, run_id: str | None, limit: int) -> Iterator[Checkpoint]:
+def list_pages(client: tinkex.RestClient, run_id: str | None, limit: int) -> Iterator[tinkex.Checkpoint]:
     """Yield checkpoints, fetched in pages as they are needed. `limit` (0: none) only limits the length of a page."""
     if run_id is not None:
         yield from client.list_checkpoints(run_id).result().checkpoints
@@ -245,45 +242,22 @@ def list_pages(client: RestClient, run_id: str | None, limit: int) -> Iterator[C
             return
 
 
-def _row(saved: Checkpoint, now: dt.datetime) -> tuple[str, ...]:
-    return (
-        saved.tinker_path,
-        str(saved.checkpoint_type),
-        size(saved.size_bytes),
-        age(saved.time, now),
-        expiry(saved.expires_at, now),
-        _yes(saved.public),
-    )
-
-
-def _expires_within(saved: Checkpoint, now: dt.datetime, limit_s: int) -> bool:
-    return saved.expires_at is not None and (aware(saved.expires_at) - now).total_seconds() <= limit_s
-
-
 def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
 
 
 def _run_of(path: str) -> str:
-    from tinkex.types import ParsedCheckpointTinkerPath
-
-    return ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+    return tinkex.ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
 
 
-def _change(args: argparse.Namespace, future: APIFuture[None], field: str, value: int | None) -> int:
-    future.result()
+def _report_change(args: argparse.Namespace, field: str, value: int | None, text: str) -> None:
     if args.output == "json":
         output.write_json({"path": args.path, field: value})
-    elif field == "public":
-        print(f"{args.path} is {'public' if value else 'private'} now.")
     else:
-        print(f"{args.path} {'never expires now' if value is None else f'expires in {duration(value, 4)}'}.")
-    return 0
+        print(f"{args.path} {text}.")
 
 
 def _is_confirmed(paths: list[str]) -> bool:
-    from tinkex.errors import ValidationError
-
     if not sys.stdin.isatty():
         raise ValidationError("Deleting needs a confirmation, and stdin is not a terminal: pass -y to confirm.")
     for path in paths:
@@ -291,9 +265,3 @@ def _is_confirmed(paths: list[str]) -> bool:
     sys.stderr.write(f"Delete {'this checkpoint' if len(paths) == 1 else f'these {len(paths)} checkpoints'}? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _wait(future: APIFuture[Any], timeout_s: float) -> None:
-    import concurrent.futures
-
-    concurrent.futures.wait([future], timeout_s)

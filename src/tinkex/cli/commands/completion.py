@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING
 
-from tinkex.cli.parser import COMMANDS, build_parser
-
-if TYPE_CHECKING:
-    from tinkex.cli.parser import CommandParser
+from tinkex.cli.parser import COMMANDS, CommandParser, build_parser
 
 SHELLS = ("bash", "zsh", "fish")
 MORE = """\
@@ -32,9 +28,8 @@ def add(parser: CommandParser, about: str) -> None:
     command.add_argument("shell", choices=SHELLS, help="the shell that the script is for")
 
 
-def completion(args: argparse.Namespace) -> int:
+def completion(args: argparse.Namespace) -> None:
     print(script(args.shell))
-    return 0
 
 
 def script(shell: str) -> str:

@@ -6,16 +6,15 @@ command, which responds once, with a redirect to the console and the key after `
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import tinkex
+from tinkex.cli.connect import config_for
+from tinkex.cli.parser import CommandParser
+from tinkex.errors import APIConnectionError, APIStatusError, NotFoundError, TinkexError
 from tinkex.terminal import output
-
-if TYPE_CHECKING:
-    import argparse
-
-    from tinkex.cli.parser import CommandParser
-    from tinkex.settings import Config
 
 WAIT_S = 20.0
 """How long a browser may take to fetch the key: starting one takes seconds."""
@@ -43,32 +42,31 @@ def add(parser: CommandParser, about: str) -> None:
     command.add_argument("--no-browser", action="store_true", help="only print the address; the page asks for the key")
 
 
-def console(args: argparse.Namespace) -> int:
+def console(args: argparse.Namespace) -> None:
     address = find(args)
+    needs_key = address.key is not None or bool(address.remark)
     if args.output == "json":
-        output.write_json({"url": address.url, "needs_key": address.key is not None or bool(address.remark)})
-        return 0
+        output.write_json({"url": address.url, "needs_key": needs_key})
+        return
     print(address.url)
     if args.no_browser:
-        if address.key is not None or address.remark:
+        if needs_key:
             output.remark("The page asks for your API key.")
-        return 0
+        return
     is_open = _open(address.url) if address.key is None else open_with_key(address.url, address.key)
     if not is_open:
         output.remark("No browser could be started. Open the address yourself.")
     elif address.remark:
         output.remark(address.remark)
-    return 0
 
 
 def find(args: argparse.Namespace) -> ConsoleAddress:
     """Return the console of the service in the settings. Raises, with what to do, if no tinkex service responds."""
-    from tinkex.errors import APIConnectionError, APIStatusError, NotFoundError, TinkexError
-
     config, is_named = _config(args)
     url = f"{config.base_url}/"
     try:
-        uses_keys = _state_of(config)
+        quick = replace(config, max_retries=1)  # the user waits for a browser
+        uses_keys = tinkex.RestClient(config=quick).get_service_state().result().uses_keys
     except APIConnectionError:
         raise TinkexError(f"No service responds at {config.base_url}. {START}") from None
     except NotFoundError:
@@ -76,34 +74,22 @@ def find(args: argparse.Namespace) -> ConsoleAddress:
             f"The service at {config.base_url} has no console: it is not a tinkex service. {START}"
         ) from None
     except APIStatusError as error:
-        from tinkex import settings
-
-        if error.status_code == 401 and settings.is_loopback(config.base_url):
+        if error.status_code == 401 and tinkex.settings.is_loopback(config.base_url):
             return ConsoleAddress(url, None, "The service rejected the key in TINKER_API_KEY. The page asks for one.")
         raise
     return ConsoleAddress(url, config.api_key if uses_keys and is_named else None)
 
 
-def _config(args: argparse.Namespace) -> tuple[Config, bool]:
+def _config(args: argparse.Namespace) -> tuple[tinkex.Config, bool]:
     """Return settings, and whether they name a service. If not, use the one on this machine: the hosted one has none.
 
     In that case the key in the environment belongs to the hosted service and must not be sent to a local program.
     """
-    from tinkex import settings
-    from tinkex.cli.connect import config_for
-
+    settings = tinkex.settings
     if settings.sources(base_url=args.base_url)["base_url"] != "default":
         return config_for(args), True
     local_url = f"http://127.0.0.1:{settings.resolve_serve().port}"
     return settings.resolve(base_url=local_url, api_key=args.api_key or settings.KEYLESS), args.api_key is not None
-
-
-def _state_of(config: Config) -> bool:
-    """Return whether the service uses keys. Few retries: the user waits for a browser."""
-    from tinkex.client.rest import RestClient
-
-    quick = replace(config, max_retries=1)
-    return RestClient(config=quick).get_service_state().result().uses_keys
 
 
 def _open(url: str) -> bool:

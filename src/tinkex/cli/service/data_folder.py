@@ -5,14 +5,15 @@ These commands use the files and the database directly, whether a server is runn
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable
-    from pathlib import Path
+from tinkex.errors import ConfigError
+from tinkex.settings import SERVE, ServeConfig, Setting, resolve_serve
 
-    from tinkex.settings import ServeConfig, Setting
+if TYPE_CHECKING:
     from tinkex.store.store import Store
 
 LOCATION = ("data_dir", "database_url")
@@ -21,8 +22,6 @@ WORK = "Reading a service's data"
 
 def add_flags(group: Any, names: Iterable[str]) -> None:
     """Add the flags of these settings. A flag that is absent leaves its setting to environment, file and default."""
-    from tinkex.settings import SERVE
-
     rows = {setting.name: setting for setting in SERVE}
     for name in names:
         setting = rows[name]
@@ -39,14 +38,11 @@ def add_flags(group: Any, names: Iterable[str]) -> None:
 
 def config_of(args: argparse.Namespace) -> ServeConfig:
     """Return the service's settings: the flags of this command, then environment, file and defaults."""
-    from tinkex.settings import SERVE, resolve_serve
-
     return resolve_serve(**{setting.name: getattr(args, setting.name, None) for setting in SERVE})
 
 
 def open_store(config: ServeConfig) -> Store:
     """Open the store of a service. It is not created: a mistyped folder name would otherwise become an empty folder."""
-    from tinkex.errors import ConfigError
     from tinkex.local_service import needs_local
 
     needs_local(WORK)  # first: without the extra there can be no such folder
@@ -68,8 +64,6 @@ def new_store(config: ServeConfig) -> Store:
 
 
 def _reader(setting: Setting) -> Any:
-    import argparse
-
     def read(text: str) -> Any:
         try:
             value = setting.read(text)

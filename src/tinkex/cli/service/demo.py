@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.cli.arguments import count
+from tinkex.cli.parser import CommandParser
+from tinkex.clock import REAL
+from tinkex.errors import TinkexError
 from tinkex.terminal import output
 
 if TYPE_CHECKING:
-    import argparse
-
-    from tinkex.cli.parser import CommandParser
     from tinkex.demo.stage import Stage
 
 MODEL = "smollm2-135m"
@@ -54,13 +55,13 @@ def demo(args: argparse.Namespace) -> int:
     from tinkex.demo.stage import Stage
 
     task = reinforced if args.rl else supervised
-    name = "demo-rl" if args.rl else "demo"
-    folder = args.folder.expanduser().absolute() if args.folder else settings.resolve_serve().data_dir / name
-    command = " ".join(
-        ["tinkex demo", *(["--rl"] if args.rl else []), *([f"--folder {folder}"] if args.folder else [])]
-    )
-    steps = args.steps or task.STEPS
-    stage = Stage(folder, args.model, args.seed, steps, is_fresh=args.fresh, command=command)
+    name, command = ("demo-rl", "tinkex demo --rl") if args.rl else ("demo", "tinkex demo")
+    if args.folder:
+        folder = args.folder.expanduser().absolute()
+        command += f" --folder {folder}"
+    else:
+        folder = settings.resolve_serve().data_dir / name
+    stage = Stage(folder, args.model, args.seed, args.steps or task.STEPS, is_fresh=args.fresh, command=command)
     if args.console:
         return _console(stage, opens=not args.no_browser)
     try:
@@ -73,9 +74,7 @@ def demo(args: argparse.Namespace) -> int:
 
 def _console(stage: Stage, opens: bool) -> int:
     from tinkex.cli.commands.console import open_with_key
-    from tinkex.clock import REAL
     from tinkex.demo.stage import SERVICE, say
-    from tinkex.errors import TinkexError
     from tinkex.local_service import KEY_FILE
 
     key_file = stage.folder / SERVICE / KEY_FILE

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, NamedTuple
 
+from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import LOCATION, add_flags, config_of, folder_size, open_store
+from tinkex.clock import REAL
+from tinkex.errors import ConfigError
+from tinkex.settings import ServeConfig
 from tinkex.terminal import output
 from tinkex.terminal.format import plural, size
-from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
-    import argparse
-
-    from tinkex.cli.parser import CommandParser
-    from tinkex.settings import ServeConfig
     from tinkex.store.store import Store
 
-COLUMNS = (Column("WHAT"), Column("WHY"), Column("SIZE", is_number=True))
 MORE = """\
 Deletes checkpoints that have expired, results older than --result-ttl-s, and folders that nothing
 refers to (a crash leaves some). While a server is running, only folders older than an hour are
@@ -24,12 +23,15 @@ deleted: newer ones may be unfinished. Nothing that a client can still request i
 
 
 class UnusedFolder(NamedTuple):
-    what: str
+    folder: str
     why: str
     size_bytes: int
-    folder: str
     path: str | None = None
     """The tinker:// path of an expired checkpoint."""
+
+    @property
+    def what(self) -> str:
+        return self.path or self.folder
 
 
 def add(parser: CommandParser, about: str) -> None:
@@ -38,11 +40,10 @@ def add(parser: CommandParser, about: str) -> None:
     add_flags(command.add_argument_group("the service's data"), (*LOCATION, "result_ttl_s"))
 
 
-def gc(args: argparse.Namespace) -> int:
+def gc(args: argparse.Namespace) -> None:
     config = config_of(args)
     files = 0
     with open_store(config) as store:
-        from tinkex.errors import ConfigError
         from tinkex.store.lock import DataLock
 
         lock = DataLock(config.data_dir)
@@ -62,26 +63,23 @@ def gc(args: argparse.Namespace) -> int:
     if args.output == "json":
         entries = [{"what": entry.what, "why": entry.why, "size_bytes": entry.size_bytes} for entry in unused]
         output.write_json({"removed": entries, "size_bytes": freed, "is_dry_run": args.dry_run, "files": files})
-        return 0
+        return
     if unused:
-        output.write_table(COLUMNS, [(entry.what, entry.why, size(entry.size_bytes)) for entry in unused])
+        rows = [(entry.what, entry.why, size(entry.size_bytes)) for entry in unused]
+        output.write_table(("WHAT", "WHY", "SIZE"), rows, numbers=["SIZE"])
     also = f" and {plural(files, 'file')} of the journal" if files else ""
     deleted = "Would delete" if args.dry_run else "Deleted"
     output.remark(f"{deleted} {plural(len(unused), 'folder')}{also}, {size(freed)}.")
-    return 0
 
 
 def _expired(store: Store) -> list[UnusedFolder]:
-    from tinkex.clock import REAL
-
     return [
-        UnusedFolder(saved.path, "expired", saved.size_bytes, saved.folder, saved.path)
+        UnusedFolder(saved.folder, "expired", saved.size_bytes, saved.path)
         for saved in store.expired_checkpoints(REAL.wall())
     ]
 
 
 def _unnamed(store: Store, config: ServeConfig, *, is_alone: bool) -> list[UnusedFolder]:
-    from tinkex.clock import REAL
     from tinkex.server.upkeep import folders
     from tinkex.server.upkeep.janitor import MIN_ORPHAN_AGE_S, SWEPT_FOLDERS, unreferenced_folders
 
@@ -89,15 +87,12 @@ def _unnamed(store: Store, config: ServeConfig, *, is_alone: bool) -> list[Unuse
     named = {folders.resolve_inside(root, folder) for folder in store.all_folders()}
     old = REAL.wall() - (0.0 if is_alone else MIN_ORPHAN_AGE_S)
     return [
-        UnusedFolder(
-            str(folder.relative_to(root)), "nothing refers to it", folder_size(folder), str(folder.relative_to(root))
-        )
+        UnusedFolder(str(folder.relative_to(root)), "nothing refers to it", folder_size(folder))
         for folder in unreferenced_folders([root / name for name in SWEPT_FOLDERS], named, old)
     ]
 
 
 def _remove(store: Store, config: ServeConfig, unused: list[UnusedFolder]) -> None:
-    from tinkex.clock import REAL
     from tinkex.server.upkeep import folders
 
     for entry in unused:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
 import re
 from typing import TYPE_CHECKING
 
+from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import LOCATION, add_flags, config_of, new_store, open_store
+from tinkex.clock import REAL
+from tinkex.errors import ValidationError
 from tinkex.terminal import output
 from tinkex.terminal.format import age, utc_now
-from tinkex.terminal.output import Column
 
 if TYPE_CHECKING:
-    import argparse
-
-    from tinkex.cli.parser import CommandParser
     from tinkex.store.records import KeyRecord
 
-COLUMNS = (
-    Column("ID"),
-    Column("NAME"),
-    Column("TENANT"),
-    Column("KEY"),
-    Column("AGE", is_number=True),
-    Column("STATE"),
-)
+SHOWN = ("id", "name", "tenant", "hint", "created_at", "revoked_at")
+"""The fields of a key that may be shown."""
 ABOUT_KEYS = """\
 A service that listens on this machine only needs no keys. Once the first key is created, every
 client must send a key, as TINKER_API_KEY. Keys are stored as hashes with the service's data and can
@@ -37,32 +32,26 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 def add(parser: CommandParser, about: str) -> None:
     group = parser.add_group("key", about, "tinkex key create alice", "tinkex key list", more=ABOUT_KEYS, is_local=True)
-    command = group.add_command(
+    creator = group.add_command(
         "create", create, "create a key and print it once", "tinkex key create alice",
         "tinkex key create alice-laptop --tenant alice", "tinkex key create me --tenant local", more=ABOUT_TENANTS,
-        is_local=True,
     )  # fmt: skip
-    command.add_argument("name", metavar="NAME", type=_name, help="a name for the key, such as its owner")
-    command.add_argument(
+    creator.add_argument("name", metavar="NAME", type=_name, help="a name for the key, such as its owner")
+    creator.add_argument(
         "--tenant", metavar="TENANT", type=_name, help="who owns the work done with the key (default: NAME)"
     )
-    add_flags(command.add_argument_group("the service's data"), LOCATION)
-    command = group.add_command(
-        "list", list_keys, "list keys, without the secrets", "tinkex key list -o json", is_local=True
-    )
-    add_flags(command.add_argument_group("the service's data"), LOCATION)
-    command = group.add_command(
+    lister = group.add_command("list", list_keys, "list keys, without the secrets", "tinkex key list -o json")
+    revoker = group.add_command(
         "revoke", revoke, "revoke a key", "tinkex key revoke k-1f0c9a3b",
-        more="A running server rejects the key within seconds. The work of its tenant stays.", is_local=True,
+        more="A running server rejects the key within seconds. The work of its tenant stays.",
     )  # fmt: skip
-    command.add_argument("id", metavar="ID", help="id of the key, from `tinkex key list`")
-    add_flags(command.add_argument_group("the service's data"), LOCATION)
+    revoker.add_argument("id", metavar="ID", help="id of the key, from `tinkex key list`")
+    for command in (creator, lister, revoker):
+        add_flags(command.add_argument_group("the service's data"), LOCATION)
 
 
-def create(args: argparse.Namespace) -> int:
+def create(args: argparse.Namespace) -> None:
     import secrets
-
-    from tinkex.clock import REAL
 
     with new_store(config_of(args)) as store:
         # Imported here: new_store has checked that the database library is installed.
@@ -82,41 +71,31 @@ def create(args: argparse.Namespace) -> int:
         store.add_key(key)
     if args.output == "json":
         output.write_json({"key": secret, **_shown(key)})
-        return 0
+        return
     print(secret)
     output.remark(f"This key ({key.id}, tenant {key.tenant}) is shown only once: the service stores its hash.")
     if is_first:
         output.remark("It is the first key: from now on the service rejects clients without a key.")
-    return 0
 
 
-def list_keys(args: argparse.Namespace) -> int:
-    import datetime as dt
-
+def list_keys(args: argparse.Namespace) -> None:
     with open_store(config_of(args)) as store:
         keys = store.list_keys()
     if args.output == "json":
         output.write_json({"keys": [_shown(key) for key in keys]})
-        return 0
+        return
     if not keys:
         output.remark("No keys: every client on this machine is accepted. `tinkex key create NAME` creates a key.")
-        return 0
+        return
     now = utc_now()
-    ages = [age(dt.datetime.fromtimestamp(key.created_at, dt.UTC), now) for key in keys]
-    output.write_table(
-        COLUMNS,
-        [
-            (key.id, key.name, key.tenant, key.hint, age, "revoked" if key.revoked_at else "live")
-            for key, age in zip(keys, ages, strict=True)
-        ],
-    )
-    return 0
+    rows = []
+    for key in keys:
+        key_age = age(dt.datetime.fromtimestamp(key.created_at, dt.UTC), now)
+        rows.append((key.id, key.name, key.tenant, key.hint, key_age, "revoked" if key.revoked_at else "live"))
+    output.write_table(("ID", "NAME", "TENANT", "KEY", "AGE", "STATE"), rows, numbers=["AGE"])
 
 
-def revoke(args: argparse.Namespace) -> int:
-    from tinkex.clock import REAL
-    from tinkex.errors import ValidationError
-
+def revoke(args: argparse.Namespace) -> None:
     with open_store(config_of(args)) as store:
         revoked = store.revoke_key(args.id, REAL.wall())
     if revoked is None:
@@ -125,24 +104,13 @@ def revoke(args: argparse.Namespace) -> int:
         output.write_json(_shown(revoked))
     else:
         print(f"Revoked {revoked.id} ({revoked.name}, {revoked.hint}).")
-    return 0
 
 
 def _shown(key: KeyRecord) -> dict[str, object]:
-    """Return the fields of a key that may be shown."""
-    return {
-        "id": key.id,
-        "name": key.name,
-        "tenant": key.tenant,
-        "hint": key.hint,
-        "created_at": key.created_at,
-        "revoked_at": key.revoked_at,
-    }
+    return {name: getattr(key, name) for name in SHOWN}
 
 
 def _name(text: str) -> str:
-    import argparse
-
     if not NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a valid name; use up to 64 letters, digits, and . - _ @, and begin with a letter or digit"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
-from typing import TYPE_CHECKING
+import threading
 
+from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import add_flags, config_of, open_store
+from tinkex.settings import ServeConfig
 from tinkex.terminal import output
-
-if TYPE_CHECKING:
-    import argparse
-    import threading
-
-    from tinkex.cli.parser import CommandParser
-    from tinkex.settings import ServeConfig
 
 GROUPS = {
     "models and computation": ("base_models", "device", "dtype", "decode_weights", "threads", "cache_dir"),
@@ -49,7 +46,7 @@ def add(parser: CommandParser, about: str) -> None:
         add_flags(command.add_argument_group(title), names)
     # For `tinkex.local`, which starts a private service: serve until stdin closes, which happens however that program
     # ends, then remove the folder.
-    command.add_argument("--private", metavar="FOLDER", help=_suppressed())
+    command.add_argument("--private", metavar="FOLDER", help=argparse.SUPPRESS)
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -68,9 +65,7 @@ def serve(args: argparse.Namespace) -> int:
 
     def on_ready(url: str) -> None:
         bar.close()
-        announce(
-            config, url, as_json=args.output == "json", needs_key=bool(config.api_keys) or _has_stored_keys(config)
-        )
+        announce(config, url, as_json=args.output == "json")
 
     try:
         with bar:
@@ -83,17 +78,18 @@ def serve(args: argparse.Namespace) -> int:
             shutil.rmtree(args.private, ignore_errors=True)
 
 
-def announce(config: ServeConfig, url: str, *, as_json: bool, needs_key: bool) -> None:
+def announce(config: ServeConfig, url: str, *, as_json: bool) -> None:
     """Print that the service is ready and how to use it. For programs: one line of JSON."""
-    import os
-
     if as_json:
         import json
 
         ready = {"url": url, "models": config.base_models, "data_dir": str(config.data_dir), "pid": os.getpid()}
         print(json.dumps(ready), flush=True)
         return
-    near = _reachable(url)
+    with open_store(config) as store:
+        needs_key = bool(config.api_keys) or store.has_keys()
+    # An address that a client on this machine can use: 0.0.0.0 and :: are for listening only.
+    near = url.replace("://0.0.0.0", "://127.0.0.1").replace("://[::]", "://[::1]")
     key = "tml-…" if needs_key else "tml-local"
     about_key = "one of your keys" if needs_key else "any key that starts with tml-"
     print(
@@ -113,16 +109,6 @@ Ctrl-C stops the service; queued work continues at the next start.""",
     )
 
 
-def _has_stored_keys(config: ServeConfig) -> bool:
-    with open_store(config) as store:
-        return store.has_keys()
-
-
-def _reachable(url: str) -> str:
-    """Return an address that a client on this machine can use: 0.0.0.0 and :: are for listening only."""
-    return url.replace("://0.0.0.0", "://127.0.0.1").replace("://[::]", "://[::1]")
-
-
 def _set_up_logging(config: ServeConfig, args: argparse.Namespace) -> None:
     import logging
 
@@ -135,9 +121,7 @@ def _set_up_logging(config: ServeConfig, args: argparse.Namespace) -> None:
 
 def _stop_when_stdin_closes() -> threading.Event:
     """Return an event that is set when stdin has closed: the parent program has ended or wants the service to stop."""
-    import os
     import signal
-    import threading
 
     has_closed = threading.Event()
 
@@ -153,9 +137,3 @@ def _stop_when_stdin_closes() -> threading.Event:
 
     threading.Thread(target=wait, name="tinkex-parent", daemon=True).start()
     return has_closed
-
-
-def _suppressed() -> str:
-    import argparse
-
-    return argparse.SUPPRESS
