@@ -9,8 +9,15 @@ from typing import Any
 import orjson
 
 from tinkex.errors import ValidationError
-from tinkex.types.chunks import EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInputChunk
-from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.inputs import (
+    Datum,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+    room_of,
+)
 from tinkex.types.packed import unpack
 from tinkex.types.sampling import SamplingParams
 from tinkex.types.tensor import TensorData
@@ -38,8 +45,8 @@ def _chunk(chunk: ModelInputChunk, dialect: Dialect) -> dict[str, Any]:
             fields["type"] = "encoded_text"
         return fields
     if isinstance(chunk, (ImageChunk, ImageAssetPointerChunk)) and dialect is Dialect.PROTO:
-        room = chunk.expected_tokens if chunk.expected_tokens is not None else chunk.tokens
-        chunk = chunk.model_copy(update={"height": None, "tokens": None, "width": None, "expected_tokens": room})
+        newer = {"height": None, "tokens": None, "width": None, "expected_tokens": room_of(chunk)}
+        chunk = chunk.model_copy(update=newer)
     return dump(chunk, dialect)
 
 

@@ -13,12 +13,21 @@ from typing import Any
 
 from tinkex.errors import ValidationError
 from tinkex.types.base import Value
-from tinkex.types.chunks import DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
-from tinkex.types.inputs import Datum, ModelInput, PromptProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
-from tinkex.types.packed import Buffer, pack_floats, pack_tokens
-from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, pack_prompt_logprobs
+from tinkex.types.inputs import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+    PromptProvenanceSpan,
+    ProvenanceSpan,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
+    room_of,
+)
+from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.tensor import TensorData
-from tinkex.types.topk import TopkLogprobs
 from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, ForwardRequest
 from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.proto_tensor import (
@@ -101,7 +110,7 @@ def _chunk(chunk: ModelInputChunk, where: str) -> Parts:
     if isinstance(chunk, EncodedTextChunk):
         return message(_CHUNK.encoded_text, blob(_TEXT.tokens, chunk.packed()))
     if isinstance(chunk, ImageChunk):
-        room = chunk.expected_tokens if chunk.expected_tokens is not None else chunk.tokens
+        room = room_of(chunk)
         expected = [] if room is None else [integer(_IMAGE.expected_tokens, room, keep_default=True)]
         return message(_CHUNK.image, [*blob(_IMAGE.data, chunk.data), text(_IMAGE.format, chunk.format), *expected])
     if isinstance(chunk, DmelChunk):
@@ -112,7 +121,7 @@ def _chunk(chunk: ModelInputChunk, where: str) -> Parts:
     )
 
 
-def _span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> Parts:
+def _span(span: ProvenanceSpan) -> Parts:
     parts: Parts = [
         text(_TOKENS_SPAN.sequence_id, span.sequence_id),
         integer(_TOKENS_SPAN.offset, span.offset),
@@ -261,10 +270,7 @@ def encode_sample_response(response: SampleResponse) -> bytes:
     parts: Parts = []
     for sequence in response.sequences:
         parts += message(_SAMPLE.sequences, _sequence(sequence))
-    logprobs = getattr(response, "_prompt_logprobs", None)
-    if logprobs is None and response.prompt_logprobs is not None:
-        logprobs = pack_prompt_logprobs(response.prompt_logprobs)
-    if logprobs is not None:
+    if (logprobs := response.packed_prompt_logprobs()) is not None:
         parts += blob(_SAMPLE.prompt_logprobs, logprobs, keep_default=True)
     if (topk := response.topk_prompt_logprobs_np) is not None:
         parts += message(_SAMPLE.topk_prompt_logprobs, _topk(topk))
@@ -280,14 +286,8 @@ def encode_sample_response(response: SampleResponse) -> bytes:
 
 def _sequence(sequence: SampledSequence) -> Parts:
     is_length = sequence.stop_reason == "length"
-    # What came packed goes out packed; asking for the lists would make them.
-    tokens: Buffer | None = getattr(sequence, "_tokens", None)
-    logprobs: Buffer | None = getattr(sequence, "_logprobs", None)
-    if logprobs is None and sequence.logprobs is not None:
-        logprobs = pack_floats(sequence.logprobs)
-    tokens = pack_tokens(sequence.tokens) if tokens is None else tokens
-    parts: Parts = [integer(_SEQUENCE.stop_reason, is_length), *blob(_SEQUENCE.tokens, tokens)]
-    if logprobs is not None:
+    parts: Parts = [integer(_SEQUENCE.stop_reason, is_length), *blob(_SEQUENCE.tokens, sequence.packed_tokens())]
+    if (logprobs := sequence.packed_logprobs()) is not None:
         parts += blob(_SEQUENCE.logprobs, logprobs, keep_default=True)
     if (topk := sequence.topk_logprobs_np) is not None:
         parts += message(_SEQUENCE.topk_sampled_logprobs, _topk(topk))
