@@ -177,8 +177,8 @@ class SampledSequence(LazyValue):
     topk_logprobs: TopkList | None = None
     raw_stop_reason: str | None = None
     _tokens: Buffer = field(init=False)
-    _logprobs: Buffer = field(init=False)
-    _topk: TopkLogprobs = field(init=False)
+    _logprobs: Buffer | None = field(init=False)
+    _topk: TopkLogprobs | None = field(init=False)
     _makers: ClassVar = {
         "tokens": lambda self: unpack("i", self._tokens),
         "logprobs": lambda self: unpack("f", self._logprobs),
@@ -238,10 +238,10 @@ class SampledSequence(LazyValue):
         if sequence_id:
             given.add("sequence_id")
         for name, slot, packed in (("logprobs", "_logprobs", logprobs), ("topk_logprobs", "_topk", topk_logprobs)):
+            put(self, slot, packed)
             if packed is None:
                 put(self, name, None)
             else:
-                put(self, slot, packed)
                 given.add(name)
         put(self, "_given", frozenset(given))
         return self
