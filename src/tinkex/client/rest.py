@@ -25,6 +25,7 @@ from tinkex.types import (
     BillingUsageResponse,
     CheckpointArchiveUrlResponse,
     CheckpointsListResponse,
+    CopyWeightsRequest,
     CurrentCheckpointStorageUsageResponse,
     ExternalWeightsUrlsResponse,
     FailedOperationsResponse,
@@ -323,7 +324,7 @@ class RestClient(_Account):
 
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         return self._call(
-            "search_sessions", endpoints.SEARCH_SESSIONS, body=lambda dialect: requests.search_sessions(request)
+            "search_sessions", endpoints.SEARCH_SESSIONS, body=lambda _: requests.request(request, Dialect.PROTO)
         )
 
     async def search_sessions_async(self, request: SessionSearchRequest) -> SessionSearchResponse:
@@ -413,17 +414,15 @@ def copy_weights(
         headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": "copy_weights"}
         if weights_access_token:
             headers["x-tinker-weights-access-token"] = weights_access_token
-        copy = await client._ask(
-            endpoints.COPY_WEIGHTS,
-            lambda dialect: requests.copy_weights(
-                path,
-                destination_project_id=project_id,
-                session_id=session_id,
-                model_seq_id=seq,
-                ttl_seconds=ttl_seconds,
-            ),
-            headers=headers,
+        request = CopyWeightsRequest(
+            source_path=path,
+            destination_project_id=project_id,
+            session_id=session_id,
+            model_seq_id=seq,
+            ttl_seconds=ttl_seconds,
         )
+        body = requests.request(request, Dialect.PROTO)
+        copy = await client._ask(endpoints.COPY_WEIGHTS, lambda _: body, headers=headers)
         return str(copy.tinker_path)
 
     return session.run("copy_weights", work)

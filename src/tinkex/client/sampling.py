@@ -27,6 +27,7 @@ from tinkex.client.tokenizer import tokenizer_id
 from tinkex.errors import APIError, ClosedError, TinkexError, ValidationError
 from tinkex.events import Usage, counts_usage
 from tinkex.types import (
+    CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     GetServerCapabilitiesResponse,
@@ -36,7 +37,6 @@ from tinkex.types import (
     TensorData,
 )
 from tinkex.wire import endpoints, json_codec, requests
-from tinkex.wire.json_inputs import write_prompt
 
 
 class SamplingClient(BaseClient):
@@ -104,7 +104,7 @@ class SamplingClient(BaseClient):
             observers=(self._observe,),
         )
         if link.dialect is not None:
-            write_prompt(request.prompt, link.dialect)  # the long part of the body, on the caller's thread
+            requests.write_prompt(request.prompt, link.dialect)  # the long part of the body, on the caller's thread
         link.announce(operation)
         future = link.run(operation, lambda: run_sample(link, operation, self._sampling, request))
         if link.dynamic.sample_cancel_enabled:
@@ -272,7 +272,10 @@ def create_sampling_client(
         session_id = await session.id()
         dialect = await ready(link)
         link.loop.spawn(learn_context_lengths(session))
-        body = requests.create_sampling_session(session_id, sampling_seq, base_model, model_path, dialect=dialect)
+        request = CreateSamplingSessionRequest(
+            session_id=session_id, sampling_session_seq_id=sampling_seq, base_model=base_model, model_path=model_path
+        )
+        body = requests.request(request, dialect)
         response = await call(link, endpoints.CREATE_SAMPLING_SESSION, body, operation=operation)
         created = json_codec.read_content(CreateSamplingSessionResponse, response.content)
         return SamplingClient(

@@ -19,8 +19,10 @@ from tinkex.client.sampling import SamplingClient, create_sampling_client, learn
 from tinkex.client.training import TrainingClient
 from tinkex.errors import APIResponseValidationError, NotFoundError, ValidationError
 from tinkex.types import (
+    GetInfoRequest,
     GetInfoResponse,
     GetServerCapabilitiesResponse,
+    LoadWeightsRequest,
     LoraConfig,
     OptimizerConfig,
     ParsedCheckpointTinkerPath,
@@ -279,15 +281,18 @@ class ServiceClient(BaseClient):
                     operation,
                     endpoints.LOAD_WEIGHTS,
                     next(self._session.model_seqs),
-                    lambda seq, _: requests.create_model_from_weights(
-                        session_id,
-                        seq,
-                        path,
-                        with_optimizer,
-                        base_model,
-                        user_metadata,
-                        optimizer,
-                        weights_access_token,
+                    lambda seq, _: requests.request(
+                        LoadWeightsRequest(
+                            session_id=session_id,
+                            model_seq_id=seq,
+                            path=path,
+                            optimizer=with_optimizer,
+                            base_model=base_model,
+                            user_metadata=user_metadata,
+                            optimizer_config=optimizer,
+                            weights_access_token=weights_access_token,
+                        ),
+                        Dialect.PROTO,
                     ),
                 )
                 loaded = await collect()
@@ -315,7 +320,7 @@ class ServiceClient(BaseClient):
 
         async def work(operation: Operation) -> TrainingClient:
             info: GetInfoResponse = await self._ask(
-                endpoints.GET_INFO, lambda dialect: requests.get_info(model_id, dialect=dialect)
+                endpoints.GET_INFO, lambda dialect: requests.request(GetInfoRequest(model_id=model_id), dialect)
             )
             if info.last_seq_id is None:
                 raise ValidationError(

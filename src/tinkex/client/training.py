@@ -29,13 +29,16 @@ from tinkex.types import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
+    GetInfoRequest,
     GetInfoResponse,
     LoadWeightsResponse,
     OptimParams,
     OptimStepResponse,
+    SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
+    UnloadModelRequest,
     UnloadModelResponse,
 )
 from tinkex.wire import endpoints, requests
@@ -234,8 +237,15 @@ class TrainingClient(BaseClient):
         return self._single(
             "save_weights_external",
             endpoints.SAVE_WEIGHTS_EXTERNAL,
-            lambda seq, dialect: requests.save_weights_external(
-                self.model_id, seq, name, ttl_seconds, age_encryption_recipients
+            lambda seq, dialect: requests.request(
+                SaveWeightsExternalRequest(
+                    model_id=self.model_id,
+                    path=name,
+                    seq_id=seq,
+                    ttl_seconds=ttl_seconds,
+                    age_encryption_recipients=age_encryption_recipients,
+                ),
+                Dialect.PROTO,
             ),
         )
 
@@ -286,7 +296,7 @@ class TrainingClient(BaseClient):
         return self._single(
             "unload_model",
             endpoints.UNLOAD_MODEL,
-            lambda seq, dialect: requests.unload_model(self.model_id, dialect=dialect),
+            lambda seq, dialect: requests.request(UnloadModelRequest(model_id=self.model_id), dialect),
         )
 
     # -- about the model --------------------------------------------------------------------------------------------
@@ -392,7 +402,8 @@ class TrainingClient(BaseClient):
         return self._single("save_weights_and_get_sampling_client", endpoints.SAVE_WEIGHTS_FOR_SAMPLER, encode, read)
 
     def _info(self) -> APIFuture[GetInfoResponse]:
-        return self._ask(endpoints.GET_INFO, lambda dialect: requests.get_info(self.model_id, dialect=dialect))
+        request = GetInfoRequest(model_id=self.model_id)
+        return self._ask(endpoints.GET_INFO, lambda dialect: requests.request(request, dialect))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (*self._pickled(), self.model_id, self.base_model, self._queue.next_seq_id)

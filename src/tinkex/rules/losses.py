@@ -15,7 +15,7 @@ from typing import Final
 
 from tinkex.errors import ValidationError
 from tinkex.rules.limits import MAX_TARGETS, check_length, reject
-from tinkex.types.fastpath import first_not_finite, has_negative
+from tinkex.types.packed import first_not_finite, has_negative
 from tinkex.types.tensor import TensorData
 
 TARGETS: Final = "target_tokens"

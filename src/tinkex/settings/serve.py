@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tinkex.errors import ConfigError
 from tinkex.settings.client import normalise_url
 from tinkex.settings.folders import cache_dir, data_dir
-from tinkex.settings.setting import Setting, check_names, count, gather, names, number, one_of, text
+from tinkex.settings.setting import Setting, check_names, count, gather, names, number, one_of, optional, text
 
 KEY_PREFIX = "tml-"
 """How a key begins: official clients from 0.36 reject any other."""
@@ -156,9 +156,7 @@ def _host(given: Any) -> str:
     return host.strip("[]")
 
 
-def _url(given: Any) -> str | None:
-    if given is None:
-        return None
+def _url(given: Any) -> str:
     try:
         return normalise_url(text(given))
     except ConfigError:
@@ -177,20 +175,12 @@ def _path(given: Any) -> Path:
     return Path(given).expanduser().absolute()
 
 
-def _path_or_none(given: Any) -> Path | None:
-    return None if given is None else _path(given)
-
-
 def _device(given: Any) -> str:
     device = text(given).lower()
     kind, _, number = device.partition(":")
     if kind not in ("auto", "cpu", "cuda", "mps") or (number and not (kind == "cuda" and number.isdigit())):
         raise ValueError("auto, cpu, cuda, cuda:N or mps")
     return device
-
-
-def _quota(given: Any) -> float | None:
-    return None if given is None else number("gigabytes", 0.001)(given)
 
 
 _seconds = number("seconds")
@@ -203,7 +193,8 @@ SERVE = (
     ),
     Setting("host", _host, "The address to listen on. Beyond this machine (0.0.0.0) keys are required.", "HOST"),
     Setting("port", count(0, 65535), "The port to listen on; 0 takes any that is free.", "PORT"),
-    Setting("public_url", _url, "How clients reach the service if a proxy stands in front, path included.", "URL"),
+    Setting("public_url", optional(_url), "How clients reach the service if a proxy stands in front, path included.",
+            "URL"),
     Setting("data_dir", _path, "Where runs, checkpoints and the journal are kept. One service per folder.", "FOLDER"),
     Setting("cache_dir", _path, "Where models are kept once fetched.", "FOLDER"),
     Setting(
@@ -216,7 +207,8 @@ SERVE = (
         "A key that clients must send, each a tenant of its own. Discouraged as a flag (others read command lines): "
         "use `tinkex key create` or a keys file.", "KEY", "api_key", True,
     ),
-    Setting("keys_file", _path_or_none, "A file with one key per line; lines that begin with # do not count.", "FILE"),
+    Setting("keys_file", optional(_path), "A file with one key per line; lines that begin with # do not count.",
+            "FILE"),
     Setting("device", _device, "Where to compute: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.", "DEVICE"),
     Setting(
         "dtype", one_of("float32", "bfloat16", "float16"),
@@ -243,8 +235,8 @@ SERVE = (
     Setting("max_queued_samples", count(1), "Samples that may wait; beyond it clients are told to come again.", "N"),
     Setting("max_queued_operations", count(1), "Training operations of one tenant that may wait.", "N"),
     Setting("max_body_bytes", count(1024), "The largest request that is read.", "BYTES"),
-    Setting("quota_gb", _quota, "Gigabytes that the checkpoints of all tenants may take. Not set: what the disk holds.",
-            "GB"),
+    Setting("quota_gb", optional(number("gigabytes", 0.001)), "Gigabytes that the checkpoints of all tenants may take. "
+            "Not set: what the disk holds.", "GB"),
     Setting("poll_hold_s", number("seconds", 0, 25), "Seconds that a poll is held open. Clients give up after 45.",
             "S"),
     Setting("gap_s", _seconds, "Seconds that a run waits for a missing number before it goes on without.", "S"),

@@ -109,6 +109,10 @@ def unchanged(raw: Any) -> Any:
     return raw
 
 
+def optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda raw: None if raw is None else read(raw)
+
+
 def text(raw: Any) -> str:
     if not isinstance(raw, str) or not raw.strip():
         raise ValueError("some text")

@@ -3,12 +3,11 @@
 The table below is the one list of public names; the imports above it are for type checkers only.
 
 Others import:
-    account, futures, inputs, insight, sampling, session, telemetry, tensor, topk, training, weights
+    account, futures, inputs, insight, sampling, session, telemetry, tensor, training, weights
               the public values, by subject
     base      `Value`, from which all of them derive
     coerce    `describe`, for error messages, and `is_lenient`
     packed    runs of numbers as bytes
-    fastpath  byte tricks of the hot path
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from tinkex.types.session import *  # noqa: F403
     from tinkex.types.telemetry import *  # noqa: F403
     from tinkex.types.tensor import *  # noqa: F403
-    from tinkex.types.topk import *  # noqa: F403
     from tinkex.types.training import *  # noqa: F403
     from tinkex.types.weights import *  # noqa: F403
 
@@ -50,7 +48,9 @@ _MODULES = {
     "insight": """
         FailedOperation FailedOperationsResponse QueuedOperation RunStep RunStepsResponse ServiceState
     """,
-    "sampling": "PromptAltTokens SampleRequest SampleResponse SampledSequence SamplingParams StopReason",
+    "sampling": """
+        PromptAltTokens SampleRequest SampleResponse SampledSequence SamplingParams StopReason TopkLogprobs
+    """,
     "session": """
         AccessibleSearchOwner ActiveSessionStatusQuery CancelledSessionStatusQuery
         ClientFinishedSessionStatusQuery ClientSessionFinishErrored ClientSessionFinishInterrupted
@@ -68,7 +68,6 @@ _MODULES = {
         TelemetryResponse TelemetrySendRequest UnhandledExceptionEvent
     """,
     "tensor": "TensorData TensorDtype",
-    "topk": "TopkLogprobs",
     "training": """
         AdamOptimizerConfig AdamParams CreateCustomLossRequest CreateCustomLossResponse CreateModelRequest
         CreateModelResponse CustomLossGraph CustomLossInput CustomLossInputRank CustomLossNode

@@ -11,12 +11,13 @@ import datetime as dt
 import enum
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Self, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from tinkex.errors import ValidationError
 from tinkex.types.coerce import Coercer, Mismatch, coercer, describe
 
 REQUIRED: Any = object()
+_SLOT: Any = object()
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 """The default of an argument, to distinguish "not passed" from "passed as None"."""
 _SECRETS = frozenset(("jwt", "weights_access_token"))
@@ -32,15 +33,15 @@ class Fresh:
 
 
 def field(*, default_factory: Callable[[], Any] | None = None, init: bool = True) -> Any:
-    """Declare a field whose default is made for each value, or (`init=False`) one that no constructor takes."""
-    return Fresh(default_factory) if default_factory is not None else REQUIRED
+    """Declare a field whose default is made for each value, or (`init=False`) a slot that is no field."""
+    return _SLOT if not init else Fresh(default_factory) if default_factory is not None else REQUIRED
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class ValueType(type):
     """Turns the annotations of a class body into slots and remembers the defaults.
 
-    Every annotation is a field unless it begins with an underscore; a field's name is lower-case.
+    Every annotation is a field unless it is `field(init=False)` or begins with _; a field's name is lower-case.
 
     `kw_only=False` lets the constructor take the fields by position too; `tag=("event", "SESSION_END")` names the field
     and the word by which a union of values finds this class (by default its `type` field).
@@ -55,7 +56,10 @@ class ValueType(type):
         kw_only: bool = True,
         tag: tuple[str, str] | None = None,
     ) -> ValueType:
-        own = [field for field in space.get("__annotations__", {}) if not field.startswith("_")]
+        slots = [name for name in space.get("__annotations__", {}) if space.get(name) is _SLOT]
+        for slot in slots:
+            del space[slot]
+        own = [field for field in space.get("__annotations__", {}) if field not in slots and not field.startswith("_")]
         if wrong := [field for field in own if not field.islower()]:
             raise TypeError(f"{name}.{wrong[0]}: a field's name is lower-case; other annotations begin with _.")
         defaults: dict[str, Any] = {}
@@ -63,8 +67,7 @@ class ValueType(type):
             defaults |= getattr(base, "_defaults", {})
         inherited = tuple(defaults)
         defaults |= {field: space.pop(field, REQUIRED) for field in own}
-        space["__slots__"] = (*(field for field in own if field not in inherited), *space.pop("__slots__", ()))
-        space.pop("_given", None)
+        space["__slots__"] = (*(field for field in own if field not in inherited), *slots)
         space["_defaults"] = defaults
         space["_positions"] = () if kw_only else tuple(defaults)
         space["__match_args__"] = tuple(defaults)
@@ -78,7 +81,6 @@ class ValueType(type):
 class Value(metaclass=ValueType):
     """A frozen record. Unknown field names are rejected in a constructor and ignored by `model_validate`."""
 
-    __slots__ = ("_given",)
     _defaults: ClassVar[dict[str, Any]]
     _positions: ClassVar[tuple[str, ...]]
     _coercers: ClassVar[dict[str, Coercer] | None]
@@ -256,6 +258,22 @@ class Value(metaclass=ValueType):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
         return {"type": "object", "title": cls.__name__}
+
+
+class LazyValue(Value):
+    """A value that keeps what it was made from, and makes some of its fields (lists of numbers) on first use."""
+
+    _makers: ClassVar[Mapping[str, Callable[[Any], Any]]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached when a slot is empty.
+            if name not in self._makers:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            made = self._makers[name](self)
+            object.__setattr__(self, name, made)
+            return made
 
 
 def _compile(cls: type[Value]) -> dict[str, Coercer]:

@@ -11,6 +11,7 @@ import binascii
 import contextvars
 import datetime as dt
 import enum
+import operator
 import re
 import types as pytypes
 import typing
@@ -39,12 +40,10 @@ class Mismatch(Exception):
 def coercer(hint: Any) -> Coercer:
     """The function that brings a value to `hint`."""
     origin = typing.get_origin(hint)
-    if origin is typing.Annotated:
-        return coercer(typing.get_args(hint)[0])
     if origin is typing.Literal:
         return _literal(typing.get_args(hint))
     if origin in (typing.Union, pytypes.UnionType):
-        return _union(hint, typing.get_args(hint))
+        return _union(typing.get_args(hint))
     if origin in (list, Sequence):
         return _list(coercer(typing.get_args(hint)[0]))
     if origin in (dict, Mapping):
@@ -53,19 +52,13 @@ def coercer(hint: Any) -> Coercer:
         return _tuple([coercer(arg) for arg in typing.get_args(hint)])
     if hint in _SCALARS:
         return _SCALARS[hint]
-    if isinstance(hint, typing.NewType):
-        return coercer(hint.__supertype__)
     if hasattr(hint, "_coerce"):
         return typing.cast(Coercer, hint._coerce)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _enum(hint)
-    if hint in (Any, object):
-        return _same
+    if hint is Any:
+        return lambda value: value
     raise TypeError(f"no rule for the annotation {hint!r}")
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def describe(value: Any) -> str:
@@ -84,15 +77,21 @@ def _int(value: Any) -> int:
         return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if not isinstance(value, bool) and hasattr(value, "__index__"):
-        try:
-            return int(value.__index__())
-        except TypeError:  # an array of several numbers has the method, too
-            pass
+    if not isinstance(value, bool) and fits_index(value):
+        return operator.index(value)
     # Of thousands of digits Python itself makes no number.
     if is_lenient.get() and isinstance(value, str) and _is_whole.fullmatch(value):
         return int(value)
     raise Mismatch(f"expected an int, got {describe(value)}")
+
+
+def fits_index(value: Any) -> bool:
+    """Whether an object stands for a whole number. An array of several numbers has `__index__` too, and cannot."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _float(value: Any) -> float:
@@ -204,7 +203,7 @@ def _enum(kind: type[enum.Enum]) -> Coercer:
     return check
 
 
-def _union(hint: Any, arms: tuple[Any, ...]) -> Coercer:
+def _union(arms: tuple[Any, ...]) -> Coercer:
     optional = type(None) in arms
     rest = [arm for arm in arms if arm is not type(None)]
     if len(rest) == 1:

@@ -1,20 +1,14 @@
-"""Prompts (`ModelInput`) and training examples (`Datum`). Nothing here knows a dialect."""
+"""Prompts (`ModelInput`), their chunks, and training examples (`Datum`). Nothing here knows a dialect."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from tinkex.errors import ValidationError
-from tinkex.types.base import Value, field
-from tinkex.types.chunks import DmelChunk as DmelChunk
-from tinkex.types.chunks import EncodedTextChunk as EncodedTextChunk
-from tinkex.types.chunks import ImageAssetPointerChunk as ImageAssetPointerChunk
-from tinkex.types.chunks import ImageChunk as ImageChunk
-from tinkex.types.chunks import ModelInputChunk as ModelInputChunk
-from tinkex.types.chunks import read_chunk as read_chunk
+from tinkex.types.base import LazyValue, Value, field
 from tinkex.types.coerce import Mismatch, describe
-from tinkex.types.packed import is_torch
+from tinkex.types.packed import Buffer, entries, is_torch, pack_tokens, unpack
 from tinkex.types.tensor import TensorData
 
 if TYPE_CHECKING:
@@ -22,6 +16,164 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+
+class EncodedTextChunk(LazyValue):
+    """A run of token ids. Kept packed (int32); the list is made on first use.
+
+    >>> EncodedTextChunk(tokens=[3, 1, 4]).length
+    3
+    """
+
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+    _packed: Buffer = field(init=False)
+    _makers: ClassVar = {"tokens": lambda self: unpack("i", self._packed)}
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *, tokens: Iterable[int], type: Literal["encoded_text"] = "encoded_text") -> None: ...
+
+    def _fill(self, given: Mapping[str, Any]) -> None:
+        if given.keys() != _TOKENS:
+            super()._fill(given)  # rejects a wrong name or type
+        self._set(given["tokens"])
+        if "type" in given:
+            object.__setattr__(self, "_given", frozenset(given))
+
+    def _set(self, tokens: Any) -> None:
+        try:
+            packed = pack_tokens(entries(tokens))
+        except Mismatch as error:
+            raise ValidationError(f"EncodedTextChunk.tokens{error.place}: {error.reason}") from None
+        self._adopt(packed)
+
+    def _adopt(self, packed: Buffer) -> None:
+        put = object.__setattr__
+        put(self, "_packed", packed)
+        put(self, "type", "encoded_text")
+        put(self, "_given", _TOKENS)
+
+    @classmethod
+    def from_packed(cls, packed: Buffer) -> Self:
+        """A chunk over packed little-endian int32 token ids, which are not copied."""
+        if len(packed) % 4:
+            raise ValidationError(f"EncodedTextChunk: {len(packed)} bytes are not a whole number of int32 token ids")
+        self = cls.__new__(cls)
+        self._adopt(packed)
+        return self
+
+    def packed(self) -> Buffer:
+        """The token ids as little-endian int32."""
+        return self._packed
+
+    @property
+    def length(self) -> int:
+        return len(self.packed()) // 4
+
+    def __eq__(self, other: object) -> bool:
+        return self.packed() == other.packed() if isinstance(other, EncodedTextChunk) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(bytes(self.packed()))
+
+
+_TOKENS = frozenset(("tokens",))
+
+
+def room_of(image: ImageChunk | ImageAssetPointerChunk) -> int | None:
+    """The positions of the context that an image takes, if the caller said so in a newer or an older field."""
+    return image.expected_tokens if image.expected_tokens is not None else image.tokens
+
+
+def _known_room(image: ImageChunk | ImageAssetPointerChunk) -> int:
+    room = room_of(image)
+    if room is None:
+        raise ValidationError(f"The length of this {type(image).__name__} is unknown: pass expected_tokens=...")
+    return room
+
+
+class ImageChunk(Value):
+    """An image inside the input. `expected_tokens` (older services: `tokens`) is the room it takes."""
+
+    data: bytes
+    format: Literal["png", "jpeg"]
+    height: int | None = None
+    tokens: int | None = None
+    width: int | None = None
+    expected_tokens: int | None = None
+    type: Literal["image"] = "image"
+    length = property(_known_room)
+
+
+class ImageAssetPointerChunk(Value):
+    """An image that the service already holds, by its location."""
+
+    format: Literal["png", "jpeg"]
+    height: int | None = None
+    location: str
+    tokens: int | None = None
+    width: int | None = None
+    expected_tokens: int | None = None
+    type: Literal["image_asset_pointer"] = "image_asset_pointer"
+    length = property(_known_room)
+
+
+class DmelChunk(Value):
+    """Audio, as a serialised tensor of dMel tokens."""
+
+    dmel: bytes
+    type: Literal["dmel"] = "dmel"
+
+    @property
+    def length(self) -> int:
+        """The first extent of the tensor, read from its header."""
+        return _first_extent(self.dmel)
+
+
+def _first_extent(dmel: bytes) -> int:
+    # The header: an optional byte 254 (all entries equal), the dtype (0 to 7), then, as varints, the number of extents
+    # and the extents themselves.
+    at = 1 if dmel[:1] == b"\xfe" else 0
+    if at >= len(dmel) or dmel[at] > 7:
+        raise ValidationError("DmelChunk.dmel does not start like a serialised tensor, so its length is unknown.")
+    dimensions, at = _varint(dmel, at + 1)
+    if dimensions == 0:
+        raise ValidationError("DmelChunk.dmel holds a single number, not a sequence of frames.")
+    return _varint(dmel, at)[0]
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    number = 0
+    for shift in range(0, 64, 7):
+        if at >= len(data):
+            break
+        number |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return number, at
+    raise ValidationError("DmelChunk.dmel ends inside its header, so its length is unknown.")
+
+
+ModelInputChunk = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelChunk
+
+_CHUNK_KINDS: tuple[type[Value], ...] = get_args(ModelInputChunk)
+_CHUNKS: dict[str, Any] = {kind._defaults["type"]: kind for kind in _CHUNK_KINDS}
+
+
+def _read_chunk(value: Any) -> ModelInputChunk:
+    """A chunk, or the mapping of its fields. Clients before 0.18 send no "type": then the fields tell."""
+    if isinstance(value, _CHUNK_KINDS):
+        return value  # type: ignore[return-value]  # one of the arms
+    if not isinstance(value, Mapping):
+        raise Mismatch(f"expected a chunk, got {describe(value)}")
+    kind = value.get("type")
+    if kind is None:
+        by_field = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel", "tokens": "encoded_text"}
+        kind = next((word for field, word in by_field.items() if field in value), None)
+    if not isinstance(kind, str) or kind not in _CHUNKS:
+        raise Mismatch(f"expected one of the chunk types {', '.join(_CHUNKS)}, got {describe(value)}")
+    return _CHUNKS[kind]._coerce(value)  # type: ignore[no-any-return]
 
 
 class ModelInput(Value):
@@ -32,10 +184,9 @@ class ModelInput(Value):
     """
 
     chunks: list[ModelInputChunk]
-    __slots__ = ("_encoded",)
+    _encoded: dict[str, Any] = field(init=False)
 
     if TYPE_CHECKING:
-        _encoded: dict[str, Any] = field(init=False)
 
         def __init__(self, *, chunks: Iterable[ModelInputChunk]) -> None: ...
 
@@ -48,7 +199,7 @@ class ModelInput(Value):
         read = []
         for index, chunk in enumerate(chunks):
             try:
-                read.append(read_chunk(chunk))
+                read.append(_read_chunk(chunk))
             except Mismatch as error:
                 raise ValidationError(f"ModelInput.chunks[{index}]{error.place}: {error.reason}") from None
         self._adopt(read)
@@ -118,34 +269,27 @@ class ModelInput(Value):
 _CHUNKS_GIVEN = frozenset(("chunks",))
 
 
-class PromptProvenanceSpan(Value):
+class ProvenanceSpan(Value):
+    """A run of tokens: positions [offset, offset + length) of what a sampling request was given or produced."""
+
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def _check(self) -> None:
+        name = type(self).__name__
+        if not self.sequence_id:
+            raise ValidationError(f"{name}.sequence_id is empty: pass the sequence_id of a SampledSequence")
+        if self.offset < 0 or self.length < 0:
+            raise ValidationError(f"{name} has offset {self.offset} and length {self.length}: neither may be negative")
+
+
+class PromptProvenanceSpan(ProvenanceSpan):
     """A run of tokens that were the input of a sampling request: positions [offset, offset + length) of its prompt."""
 
-    sequence_id: str
-    offset: int = 0
-    length: int
 
-    def _check(self) -> None:
-        _check_span(self)
-
-
-class SampledProvenanceSpan(Value):
+class SampledProvenanceSpan(ProvenanceSpan):
     """A run of tokens that a sampled sequence produced: positions [offset, offset + length) of its tokens."""
-
-    sequence_id: str
-    offset: int = 0
-    length: int
-
-    def _check(self) -> None:
-        _check_span(self)
-
-
-def _check_span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:
-    name = type(span).__name__
-    if not span.sequence_id:
-        raise ValidationError(f"{name}.sequence_id is empty: pass the sequence_id of a SampledSequence")
-    if span.offset < 0 or span.length < 0:
-        raise ValidationError(f"{name} has offset {span.offset} and length {span.length}: neither may be negative")
 
 
 ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
@@ -179,7 +323,10 @@ class Datum(Value, kw_only=False):
         loss_fn_input_spans: ProvenanceSpans | None = None,
     ) -> None:
         put = object.__setattr__
-        put(self, "model_input", _read(ModelInput, "model_input", model_input))
+        try:
+            put(self, "model_input", ModelInput._coerce(model_input))
+        except Mismatch as error:
+            raise ValidationError(f"Datum.model_input: {error.reason}") from None
         if not isinstance(loss_fn_inputs, Mapping):
             raise ValidationError(f"Datum.loss_fn_inputs: expected a mapping, got {describe(loss_fn_inputs)}")
         put(self, "loss_fn_inputs", {key: _tensor(key, value) for key, value in loss_fn_inputs.items()})
@@ -202,13 +349,6 @@ _DATUM = frozenset(("model_input", "loss_fn_inputs"))
 _DATUM_WITH_SPANS = frozenset((*_DATUM, "model_input_spans", "loss_fn_input_spans"))
 
 
-def _read(kind: type[ModelInput], field: str, value: Any) -> ModelInput:
-    try:
-        return kind._coerce(value)
-    except Mismatch as error:
-        raise ValidationError(f"Datum.{field}: {error.reason}") from None
-
-
 def _tensor(key: Any, value: Any) -> TensorData:
     if isinstance(value, TensorData):
         return value
@@ -229,7 +369,7 @@ def _spans(name: str, spans: Any) -> ProvenanceSpans | None:
     if spans is None:
         return None
     for index, span in enumerate(spans):
-        if not isinstance(span, (PromptProvenanceSpan, SampledProvenanceSpan)):
+        if not isinstance(span, ProvenanceSpan):
             raise ValidationError(
                 f"Datum.{name}[{index}]: expected PromptProvenanceSpan or SampledProvenanceSpan, got {describe(span)}"
             )

@@ -5,14 +5,14 @@ A struct packs a list at C speed and rejects what does not fit; only then is the
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tinkex.errors import MissingExtra
-from tinkex.types.coerce import Mismatch, describe
-from tinkex.types.fastpath import has_bool, has_negative
+from tinkex.types.coerce import Mismatch, describe, fits_index
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,20 +49,11 @@ def pack_tokens(values: Sequence[Any]) -> bytes:
 
 def _bad_token(values: Sequence[Any]) -> Mismatch:
     for index, value in enumerate(values):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not fits_index(value):
+        if isinstance(value, bool) or not fits_index(value):
             return Mismatch(f"expected a token id (an int), got {describe(value)}", f"[{index}]")
         if not 0 <= int(value) < 2**31:
             return Mismatch(f"a token id is between 0 and 2^31 - 1, got {int(value)}", f"[{index}]")
     return Mismatch(f"expected a list of token ids, got {describe(values)}")
-
-
-def fits_index(value: Any) -> bool:
-    """Whether an object that has `__index__` can use it: arrays of several numbers cannot."""
-    try:
-        value.__index__()
-    except TypeError:
-        return False
-    return True
 
 
 def pack_ints(values: Sequence[Any]) -> bytes:
@@ -77,7 +68,7 @@ def _whole(index: int, value: Any) -> int:
     if isinstance(value, float) or (hasattr(value, "is_integer") and hasattr(value, "__float__")):
         if not value.is_integer():
             raise Mismatch(f"expected a whole number for int64, got {describe(value)}", f"[{index}]")
-    elif not hasattr(value, "__index__") or not fits_index(value):
+    elif not fits_index(value):
         raise Mismatch(f"expected a whole number for int64, got {describe(value)}", f"[{index}]")
     if not -(2**63) <= int(value) < 2**63:
         raise Mismatch(f"{int(value)} does not fit int64", f"[{index}]")
@@ -213,3 +204,50 @@ def array_over(buffer: Buffer, dtype: str, what: str) -> np.ndarray[Any, Any]:
     """A read-only array over packed numbers."""
     array: np.ndarray[Any, Any] = numpy_for(what).frombuffer(buffer, dtype=dtype)
     return array
+
+
+# -- byte tricks for the hot path of every training call --------------------------------------------------------------
+# All of them look at one byte of every packed little-endian number instead of making Python numbers: a call carries
+# hundreds of thousands of them. Measured on 2,048 numbers.
+
+
+def has_negative(packed: bytes, width: int) -> bool:
+    """Return whether one of the packed integers of `width` bytes is negative.
+
+    The sign is the top bit of an integer's last byte, and a byte with its top bit set is not ASCII. Asking `isascii` is
+    30 times faster than reading the numbers.
+    """
+    return not packed[width - 1 :: width].isascii()
+
+
+def has_bool(values: Sequence[Any], packed: bytes) -> bool:
+    """Return whether one of the values, packed as int32, is a bool.
+
+    A bool packs as 0 or 1. Asking only the entries whose first byte is 0 or 1 for their type is 5 times faster than
+    asking each, as long as they are few.
+    """
+    suspects = packed[0::4].translate(_IS_0_OR_1)
+    if suspects.count(1) > len(values) // 16:
+        return bool in set(map(type, values))
+    position = suspects.find(1)
+    while position >= 0:
+        if type(values[position]) is bool:
+            return True
+        position = suspects.find(1, position + 1)
+    return False
+
+
+_IS_0_OR_1 = bytes((1, 1, *bytes(254)))
+
+
+def first_not_finite(packed: bytes) -> int | None:
+    """Return the index of the first NaN or infinity among packed float32 numbers, or None.
+
+    NaN, infinity and numbers beyond 1e38 end in 0x7f or 0xff (sign and top of the exponent): looking for those bytes
+    takes 1.5 µs for 2,048 numbers, where adding the numbers up takes 20.
+    """
+    top = packed[3::4]
+    if 0x7F not in top and 0xFF not in top:
+        return None
+    numbers = struct.iter_unpack("<f", packed)
+    return next((index for index, (number,) in enumerate(numbers) if not math.isfinite(number)), None)

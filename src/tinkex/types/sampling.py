@@ -6,18 +6,19 @@ kept, and the `*_np` arrays look at the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from tinkex.types.base import ABSENT, Value, field
+from tinkex.errors import ValidationError
+from tinkex.types.base import ABSENT, LazyValue, Value, field
 from tinkex.types.inputs import ModelInput
 from tinkex.types.packed import Buffer, array_over, pack_floats, pack_tokens, unpack
 from tinkex.types.tensor import TensorData
-from tinkex.types.topk import TopkList, TopkLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
 
+T = TypeVar("T")
 StopReason = Literal["length", "stop"]
 
 # What other servers of this API, and the OpenAI-like ones behind them, say instead.
@@ -81,7 +82,92 @@ class PromptAltTokens(Value, kw_only=False):
     logprobs: TensorData
 
 
-class SampledSequence(Value):
+TopkList = list[list[tuple[int, float]] | None]
+
+
+class TopkLogprobs(Value, kw_only=False):
+    """The k likeliest tokens at each position: two matrices of `length` rows and k columns.
+
+    A row with fewer than k entries ends in fillers (token 0, log-probability -99999).
+    """
+
+    length: int
+    k: int
+    _token_ids: Buffer = field(init=False)
+    _logprobs: Buffer = field(init=False)
+    FILLER = -99999.0
+
+    def __init__(self, token_ids: Any, logprobs: Any) -> None:
+        """Two matrices (arrays or nested lists) of one shape."""
+        ids, values = TensorData(token_ids, "int64"), TensorData(logprobs, "float32")
+        length, k = ids.shape if ids.shape is not None and len(ids.shape) == 2 else (len(ids), 0)
+        self._set(pack_tokens(ids.data), values.buffer, length, k)
+
+    def _set(self, token_ids: Buffer, logprobs: Buffer, length: int, k: int) -> None:
+        if not len(token_ids) == len(logprobs) == 4 * length * k:
+            raise ValidationError(
+                f"TopkLogprobs: {len(token_ids) // 4} ids and {len(logprobs) // 4} values are not {length} x {k}"
+            )
+        put = object.__setattr__
+        put(self, "length", length)
+        put(self, "k", k)
+        put(self, "_token_ids", token_ids)
+        put(self, "_logprobs", logprobs)
+        put(self, "_given", frozenset(("length", "k")))
+
+    @classmethod
+    def from_buffers(cls, token_ids: Buffer, logprobs: Buffer, length: int, k: int) -> Self:
+        """Over packed little-endian int32 and float32, which are not copied."""
+        self = cls.__new__(cls)
+        self._set(token_ids, logprobs, length, k)
+        return self
+
+    @classmethod
+    def from_lists(cls, rows: TopkList) -> Self:
+        """From a list per position, or None where nothing is known."""
+        k = max((len(row) for row in rows if row), default=0)
+        padded = [list(row or ()) + [(0, cls.FILLER)] * (k - len(row or ())) for row in rows]
+        flat = [entry for row in padded for entry in row]
+        ids, values = [entry[0] for entry in flat], [entry[1] for entry in flat]
+        return cls.from_buffers(pack_tokens(ids), pack_floats(values), len(rows), k)
+
+    def to_lists(self) -> TopkList:
+        """For each position up to k pairs (token, log-probability), or None where nothing was reported."""
+        pairs = list(zip(unpack("i", self._token_ids), unpack("f", self._logprobs), strict=True))
+        filler = (0, self.FILLER)
+        rows: TopkList = []
+        for start in range(0, self.length * self.k, self.k or 1):
+            row = pairs[start : start + self.k]
+            while row and row[-1] == filler:
+                row.pop()
+            rows.append(row or None)
+        return rows
+
+    @property
+    def token_ids(self) -> np.ndarray[Any, Any]:
+        return array_over(self._token_ids, "<i4", "TopkLogprobs").reshape(self.length, self.k)
+
+    @property
+    def logprobs(self) -> np.ndarray[Any, Any]:
+        return array_over(self._logprobs, "<f4", "TopkLogprobs").reshape(self.length, self.k)
+
+    def packed(self) -> tuple[Buffer, Buffer]:
+        """Token ids as int32 and log-probabilities as float32."""
+        return self._token_ids, self._logprobs
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TopkLogprobs):
+            return NotImplemented
+        return (self.length, self.k, self.packed()) == (other.length, other.k, other.packed())
+
+    def __hash__(self) -> int:
+        return hash((bytes(self._token_ids), bytes(self._logprobs)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_buffers, (bytes(self._token_ids), bytes(self._logprobs), self.length, self.k)
+
+
+class SampledSequence(LazyValue):
     """One sequence that the model produced. `raw_stop_reason` is the server's own word."""
 
     stop_reason: StopReason
@@ -90,27 +176,14 @@ class SampledSequence(Value):
     sequence_id: str = ""
     topk_logprobs: TopkList | None = None
     raw_stop_reason: str | None = None
-    __slots__ = ("_logprobs", "_tokens", "_topk")
-
-    if TYPE_CHECKING:
-        _tokens: Buffer = field(init=False)
-        _logprobs: Buffer = field(init=False)
-        _topk: TopkLogprobs = field(init=False)
-
-    else:
-
-        def __getattr__(self, name: str) -> Any:
-            # Reached when a slot is empty: lists are made from the packed numbers on first use, then kept.
-            if name == "tokens":
-                values = unpack("i", self._tokens)
-            elif name == "logprobs":
-                values = unpack("f", self._logprobs)
-            elif name == "topk_logprobs":
-                values = self._topk.to_lists()
-            else:
-                raise AttributeError(f"SampledSequence has no attribute {name!r}")
-            object.__setattr__(self, name, values)
-            return values
+    _tokens: Buffer = field(init=False)
+    _logprobs: Buffer | None = field(init=False)
+    _topk: TopkLogprobs | None = field(init=False)
+    _makers: ClassVar = {
+        "tokens": lambda self: unpack("i", self._tokens),
+        "logprobs": lambda self: unpack("f", self._logprobs),
+        "topk_logprobs": lambda self: self._topk.to_lists(),
+    }
 
     def __init__(
         self,
@@ -165,36 +238,40 @@ class SampledSequence(Value):
         if sequence_id:
             given.add("sequence_id")
         for name, slot, packed in (("logprobs", "_logprobs", logprobs), ("topk_logprobs", "_topk", topk_logprobs)):
+            put(self, slot, packed)
             if packed is None:
                 put(self, name, None)
             else:
-                put(self, slot, packed)
                 given.add(name)
         put(self, "_given", frozenset(given))
         return self
 
+    def packed_tokens(self) -> Buffer:
+        """The tokens as little-endian int32."""
+        return _packed(self, "_tokens", "tokens", pack_tokens)
+
+    def packed_logprobs(self) -> Buffer | None:
+        """The log-probabilities as little-endian float32."""
+        return _packed(self, "_logprobs", "logprobs", pack_floats)
+
     @property
     def tokens_np(self) -> np.ndarray[Any, Any]:
         """The tokens as an int32 array (read-only)."""
-        packed = getattr(self, "_tokens", None)
-        return array_over(pack_tokens(self.tokens) if packed is None else packed, "<i4", "tokens_np")
+        return array_over(self.packed_tokens(), "<i4", "tokens_np")
 
     @property
     def logprobs_np(self) -> np.ndarray[Any, Any] | None:
         """The log-probabilities as a float32 array (read-only)."""
-        packed = getattr(self, "_logprobs", None)
-        if packed is None and self.logprobs is not None:
-            packed = pack_floats(self.logprobs)
+        packed = self.packed_logprobs()
         return None if packed is None else array_over(packed, "<f4", "logprobs_np")
 
     @property
     def topk_logprobs_np(self) -> TopkLogprobs | None:
         """The likeliest tokens at each position as two matrices."""
-        topk = getattr(self, "_topk", None)
-        return topk if topk is not None or self.topk_logprobs is None else TopkLogprobs.from_lists(self.topk_logprobs)
+        return _packed(self, "_topk", "topk_logprobs", TopkLogprobs.from_lists)
 
 
-class SampleResponse(Value):
+class SampleResponse(LazyValue):
     """The sequences, and what was asked for about the prompt. `prompt_logprobs` has None where there is no value."""
 
     sequences: list[SampledSequence]
@@ -204,24 +281,12 @@ class SampleResponse(Value):
     target_prompt_logprobs: TensorData | None = None
     prompt_cache_hit_tokens: int = 0
     prompt_alt_tokens: PromptAltTokens | None = None
-    __slots__ = ("_prompt_logprobs", "_topk")
-
-    if TYPE_CHECKING:
-        _prompt_logprobs: Buffer = field(init=False)
-        _topk: TopkLogprobs = field(init=False)
-
-    else:
-
-        def __getattr__(self, name: str) -> Any:
-            # Reached when a slot is empty: lists are made from the packed numbers on first use, then kept.
-            if name == "prompt_logprobs":
-                values = nan_to_none(unpack("f", self._prompt_logprobs))
-            elif name == "topk_prompt_logprobs":
-                values = self._topk.to_lists()
-            else:
-                raise AttributeError(f"SampleResponse has no attribute {name!r}")
-            object.__setattr__(self, name, values)
-            return values
+    _prompt_logprobs: Buffer = field(init=False)
+    _topk: TopkLogprobs = field(init=False)
+    _makers: ClassVar = {
+        "prompt_logprobs": lambda self: _nan_to_none(unpack("f", self._prompt_logprobs)),
+        "topk_prompt_logprobs": lambda self: self._topk.to_lists(),
+    }
 
     def __init__(
         self,
@@ -239,7 +304,7 @@ class SampleResponse(Value):
         type: Literal["sample"] = ABSENT,
     ) -> None:
         """Lists or arrays: both ways of the official releases are taken."""
-        listed = None if prompt_logprobs_np is None else nan_to_none(prompt_logprobs_np.tolist())
+        listed = None if prompt_logprobs_np is None else _nan_to_none(prompt_logprobs_np.tolist())
         topk_np = None if topk_prompt_logprobs_np is None else topk_prompt_logprobs_np.to_lists()
         given = {
             "sequences": sequences,
@@ -270,10 +335,8 @@ class SampleResponse(Value):
         put(self, "prompt_cache_hit_tokens", prompt_cache_hit_tokens)
         put(self, "target_prompt_logprobs", target_prompt_logprobs)
         put(self, "prompt_alt_tokens", prompt_alt_tokens)
-        put(self, *(("prompt_logprobs", None) if prompt_logprobs is None else ("_prompt_logprobs", prompt_logprobs)))
-        put(
-            self, *(("topk_prompt_logprobs", None) if topk_prompt_logprobs is None else ("_topk", topk_prompt_logprobs))
-        )
+        put(self, "prompt_logprobs" if prompt_logprobs is None else "_prompt_logprobs", prompt_logprobs)
+        put(self, "topk_prompt_logprobs" if topk_prompt_logprobs is None else "_topk", topk_prompt_logprobs)
         extras = {
             "prompt_logprobs": prompt_logprobs,
             "topk_prompt_logprobs": topk_prompt_logprobs,
@@ -284,21 +347,20 @@ class SampleResponse(Value):
         put(self, "_given", frozenset(("sequences", *(name for name, value in extras.items() if value is not None))))
         return self
 
+    def packed_prompt_logprobs(self) -> Buffer | None:
+        """The prompt's log-probabilities as little-endian float32, NaN where there is no value."""
+        return _packed(self, "_prompt_logprobs", "prompt_logprobs", pack_prompt_logprobs)
+
     @property
     def prompt_logprobs_np(self) -> np.ndarray[Any, Any] | None:
         """The prompt's log-probabilities as a float32 array (read-only), NaN where there is no value."""
-        packed = getattr(self, "_prompt_logprobs", None)
-        if packed is None and self.prompt_logprobs is not None:
-            packed = pack_prompt_logprobs(self.prompt_logprobs)
+        packed = self.packed_prompt_logprobs()
         return None if packed is None else array_over(packed, "<f4", "prompt_logprobs_np")
 
     @property
     def topk_prompt_logprobs_np(self) -> TopkLogprobs | None:
         """The likeliest tokens at each prompt position as two matrices."""
-        topk = getattr(self, "_topk", None)
-        if topk is None and self.topk_prompt_logprobs is not None:
-            return TopkLogprobs.from_lists(self.topk_prompt_logprobs)
-        return topk
+        return _packed(self, "_topk", "topk_prompt_logprobs", TopkLogprobs.from_lists)
 
 
 def pack_prompt_logprobs(values: Sequence[float | None]) -> bytes:
@@ -307,7 +369,15 @@ def pack_prompt_logprobs(values: Sequence[float | None]) -> bytes:
     return pack_floats([nan if value is None else value for value in values])
 
 
-def nan_to_none(values: Iterable[float]) -> list[float | None]:
+def _packed(value: SampledSequence | SampleResponse, slot: str, field: str, pack: Callable[[Any], T]) -> T:
+    """Return what came packed as it came: asking for the list would make it. What came as a list is packed."""
+    packed = getattr(value, slot, None)
+    if packed is None and (listed := getattr(value, field)) is not None:
+        return pack(listed)
+    return packed  # type: ignore[no-any-return]
+
+
+def _nan_to_none(values: Iterable[float]) -> list[float | None]:
     return [None if value != value else value for value in values]  # only NaN differs from itself
 
 

@@ -62,12 +62,8 @@ class TelemetryBatch(Value):
     process_uuid: str | None = None
 
 
-class TelemetrySendRequest(Value):
-    events: list[TelemetryEvent]
-    platform: str
-    sdk_version: str
-    session_id: str
-    process_uuid: str | None = None
+class TelemetrySendRequest(TelemetryBatch):
+    """The same under the name of another release."""
 
 
 class TelemetryResponse(Value):

@@ -8,12 +8,12 @@ text, objects, 1.5 as int64, a uint64 from 2^63 on, 1e39 as float32. numpy and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tinkex.errors import MissingExtra, ValidationError
-from tinkex.types.base import ABSENT, Value, field
-from tinkex.types.coerce import Mismatch, coercer, describe
-from tinkex.types.packed import WIDTHS, Buffer, Code, array_over, fits_index, numpy_for, pack, unpack
+from tinkex.types.base import ABSENT, LazyValue, field
+from tinkex.types.coerce import Mismatch, coercer, describe, fits_index
+from tinkex.types.packed import WIDTHS, Buffer, Code, array_over, numpy_for, pack, unpack
 from tinkex.types.packed import TensorDtype as TensorDtype
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CODES: dict[TensorDtype, Code] = {"int64": "q", "float32": "f"}
 
 
-class TensorData(Value, kw_only=False):
+class TensorData(LazyValue, kw_only=False):
     """A dense tensor, or a sparse one in CSR form (then `data` holds the stored values only and `shape` is given).
 
     >>> TensorData([[1, 2], [3, 4]]).shape
@@ -35,10 +35,8 @@ class TensorData(Value, kw_only=False):
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None
-    __slots__ = ("buffer",)
-
-    if TYPE_CHECKING:
-        buffer: Buffer = field(init=False)
+    buffer: Buffer = field(init=False)
+    _makers: ClassVar = {"data": lambda self: unpack(_CODES[self.dtype], self.buffer)}
 
     def __init__(
         self,
@@ -82,16 +80,6 @@ class TensorData(Value, kw_only=False):
             put(self, "_given", frozenset(self._defaults))
             _check_csr(self)
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            # Reached when a slot is empty: the list of numbers is made on first use, then kept.
-            if name != "data":
-                raise AttributeError(f"TensorData has no attribute {name!r}")
-            values = unpack(_CODES[self.dtype], self.buffer)
-            object.__setattr__(self, "data", values)
-            return values
-
     @classmethod
     def from_buffer(
         cls,
@@ -112,7 +100,7 @@ class TensorData(Value, kw_only=False):
     def from_list(cls, values: Any, key: str | None = None) -> Self:
         """Numbers, nested lists of them (rectangular), an array or a tensor; `key` names a loss input."""
         try:
-            packed = pack(values, dtype_of(key))
+            packed = pack(values, INPUT_DTYPES.get(key or ""))
         except Mismatch as error:
             name = "TensorData" if key is None else f"loss_fn_inputs[{key!r}]"
             raise ValidationError(f"{name}{error.place}: {error.reason}") from None
@@ -236,12 +224,8 @@ INPUT_DTYPES: dict[str, TensorDtype] = {
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
 }
-"""The inputs of the known losses and their dtypes. `rules.losses` says which loss takes which."""
-
-
-def dtype_of(key: str | None) -> TensorDtype | None:
-    """The dtype a loss input has by its name, or None if the values decide."""
-    return None if key is None else INPUT_DTYPES.get(key)
+"""The inputs of the known losses and their dtypes; the values decide that of any other input. `rules.losses` says which
+loss takes which."""
 
 
 def _without_padding(dense: TensorData, pad_value: int) -> Any:
@@ -294,6 +278,6 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _whole_pad(pad_value: Any) -> int:
-    if isinstance(pad_value, bool) or not hasattr(pad_value, "__index__") or not fits_index(pad_value):
+    if isinstance(pad_value, bool) or not fits_index(pad_value):
         raise ValidationError(f"pad_value must be an int, got {describe(pad_value)}")
     return int(pad_value)

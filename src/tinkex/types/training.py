@@ -33,11 +33,9 @@ class OptimizerFamily(Value):
     """A value told by its `type`. Of a type that is not known here, all fields are kept and sent as they are."""
 
     type: str
-    __slots__ = ("_more",)
+    _more: dict[str, Any] = field(init=False)
 
-    if TYPE_CHECKING:
-        _more: dict[str, Any] = field(init=False)
-    else:
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             more = {} if name == "_more" else self._more

@@ -1,8 +1,7 @@
-"""Reads responses of `retrieve_future`: not yet, not now, how large, failed, or the result.
+"""Reads responses of `retrieve_future`: not yet, how large, failed, or the result.
 
     match envelope.read(status, headers, content, SampleResponse, request_id):
-        case Pending(queue_state, reason): ...   # HTTP 408: the poll's time was up
-        case TryAgain(queue_state, reason): ...  # ask again at once
+        case Pending(queue_state, reason): ...   # ask again
         case Metadata(size): ...                 # finished; make room for this many bytes, then ask for all of it
         case Failed(error, category): ...
         case Done(value): ...
@@ -22,17 +21,10 @@ from tinkex.wire.body import PROTOBUF
 
 
 class Pending(NamedTuple):
-    """HTTP 408: not finished when the poll's time was up.
+    """Not finished: HTTP 408 when the poll's time was up, or 200 and `try_again`.
 
     The states known today: active, paused_rate_limit, paused_capacity. Without one: unknown.
     """
-
-    queue_state: str = "unknown"
-    reason: str | None = None
-
-
-class TryAgain(NamedTuple):
-    """HTTP 200, yet not finished."""
 
     queue_state: str = "unknown"
     reason: str | None = None
@@ -57,7 +49,7 @@ class Done(NamedTuple):
     value: Any
 
 
-Envelope = Pending | TryAgain | Metadata | Failed | Done
+Envelope = Pending | Metadata | Failed | Done
 
 
 def read(
@@ -68,7 +60,7 @@ def read(
     request_id: str = "",
     sequence_ids: Sequence[str] = (),
 ) -> Envelope:
-    """Return which of the five a response with status 200 or 408 is.
+    """Return which of the four a response with status 200 or 408 is.
 
     A response that fits none of them raises APIResponseValidationError with the request's id. `sequence_ids` are those
     of the acceptance: results of a sample do not repeat them, so they are filled in here.
@@ -85,13 +77,18 @@ def read(
 def _read_success(
     headers: Mapping[str, str], content: bytes, result_type: type[Value], sequence_ids: Sequence[str]
 ) -> Envelope:
-    if PROTOBUF in _content_type(headers):
-        return Done(_read_protobuf(content, result_type, sequence_ids))
+    if PROTOBUF in headers.get("content-type", "").lower():
+        from tinkex.wire import proto_codec
+
+        try:
+            return Done(proto_codec.decode_answer(content, result_type, sequence_ids))
+        except ValidationError as error:
+            raise APIResponseValidationError(message=f"The service's answer does not fit: {error}") from None
     obj = json_codec.decode_answer(content)
     if not isinstance(obj, dict):
         raise APIResponseValidationError(body=obj, message=f"The service answered a bare {type(obj).__name__}")
     if obj.get("type") == "try_again":
-        return TryAgain(*_queue(obj))
+        return Pending(*_queue(obj))
     if obj.get("status") == "complete_metadata":
         return Metadata(_size(obj))
     # A result with a null `error` beside its fields is a result; a null error with a category is still a failure.
@@ -103,22 +100,6 @@ def _read_success(
             if isinstance(sequence, dict):
                 sequence.setdefault("sequence_id", name)
     return Done(json_codec.read(result_type, obj))
-
-
-def _read_protobuf(content: bytes, result_type: type[Value], sequence_ids: Sequence[str]) -> Any:
-    from tinkex.wire import proto_codec
-
-    try:
-        return proto_codec.decode_answer(content, result_type, sequence_ids)
-    except ValidationError as error:
-        raise APIResponseValidationError(message=f"The service's answer does not fit: {error}") from None
-
-
-def _content_type(headers: Mapping[str, str]) -> str:
-    word = headers.get("content-type")
-    if word is None:  # a plain dict with the header's name in another casing
-        word = next((value for name, value in headers.items() if name.lower() == "content-type"), "")
-    return word.lower()
 
 
 def _queue(obj: Any) -> tuple[str, str | None]:

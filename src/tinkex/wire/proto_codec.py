@@ -11,26 +11,28 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from tinkex.errors import ValidationError
 from tinkex.types.base import Value
-from tinkex.types.chunks import DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
-from tinkex.types.inputs import Datum, ModelInput, PromptProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
-from tinkex.types.packed import Buffer, pack_floats, pack_tokens
-from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, pack_prompt_logprobs
+from tinkex.types.inputs import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+    PromptProvenanceSpan,
+    ProvenanceSpan,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
+    room_of,
+)
+from tinkex.types.packed import TensorDtype, pack_ints, unpack
+from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.tensor import TensorData
-from tinkex.types.topk import TopkLogprobs
 from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, ForwardRequest
 from tinkex.wire import tinkex_pb2 as pb
-from tinkex.wire.proto_tensor import (
-    DTYPE_NUMBERS,
-    dtype_of,
-    pack_indices,
-    parse,
-    read_tensor,
-    unpack_indices,
-    widened,
-    write_tensor,
-)
 from tinkex.wire.proto_writer import MAP_VALUE, Parts, blob, double, entry, fields_of, integer, message, packed, text
 
 _REQUEST, _CONFIG, _DATUM = (fields_of(kind) for kind in (pb.ForwardBackwardRequest, pb.LossConfigValue, pb.Datum))
@@ -42,6 +44,7 @@ _OUTPUT, _RECORD, _BATCHED = (fields_of(kind) for kind in (pb.ForwardBackwardOut
 _SAMPLE, _SEQUENCE, _TOPK, _ALTERNATIVES = (
     fields_of(kind) for kind in (pb.SampleResponse, pb.SampledSequence, pb.TopkLogprobs, pb.PromptAltTokens)
 )
+_TENSOR, _CSR = fields_of(pb.Tensor), fields_of(pb.SparseCsr)
 
 
 def decode_answer(content: bytes, result_type: type[Value], sequence_ids: Sequence[str] = ()) -> Value:
@@ -89,7 +92,7 @@ def _datum(datum: Datum, index: int) -> Parts:
     for position, chunk in enumerate(datum.model_input.chunks):
         parts += message(_DATUM.model_input, _chunk(chunk, f"data[{index}].model_input.chunks[{position}]"))
     for name, tensor in datum.loss_fn_inputs.items():
-        parts += entry(_DATUM.loss_fn_inputs, name, message(MAP_VALUE, write_tensor(tensor)))
+        parts += entry(_DATUM.loss_fn_inputs, name, message(MAP_VALUE, _tensor(tensor)))
     for span in datum.model_input_spans or ():
         parts += message(_DATUM.model_input_spans, _span(span))
     for span in datum.loss_fn_input_spans or ():
@@ -101,7 +104,7 @@ def _chunk(chunk: ModelInputChunk, where: str) -> Parts:
     if isinstance(chunk, EncodedTextChunk):
         return message(_CHUNK.encoded_text, blob(_TEXT.tokens, chunk.packed()))
     if isinstance(chunk, ImageChunk):
-        room = chunk.expected_tokens if chunk.expected_tokens is not None else chunk.tokens
+        room = room_of(chunk)
         expected = [] if room is None else [integer(_IMAGE.expected_tokens, room, keep_default=True)]
         return message(_CHUNK.image, [*blob(_IMAGE.data, chunk.data), text(_IMAGE.format, chunk.format), *expected])
     if isinstance(chunk, DmelChunk):
@@ -112,7 +115,7 @@ def _chunk(chunk: ModelInputChunk, where: str) -> Parts:
     )
 
 
-def _span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> Parts:
+def _span(span: ProvenanceSpan) -> Parts:
     parts: Parts = [
         text(_TOKENS_SPAN.sequence_id, span.sequence_id),
         integer(_TOKENS_SPAN.offset, span.offset),
@@ -123,7 +126,7 @@ def _span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> Parts:
 
 def decode_forward_backward_request(content: bytes) -> ForwardBackwardRequest | ForwardRequest:
     """The same value as from a JSON body: a ForwardRequest if only the forward pass is asked for."""
-    request = parse(pb.ForwardBackwardRequest, content)
+    request = _parse(pb.ForwardBackwardRequest, content)
     config: dict[str, float | str] = dict(request.loss_fn_config)
     for name, value in request.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -140,7 +143,7 @@ def decode_forward_backward_request(content: bytes) -> ForwardBackwardRequest | 
 def peek_forward_backward_request(content: bytes) -> tuple[str | None, int | None]:
     """Return model and sequence number of a request whose data cannot be read; None where they cannot either."""
     try:
-        request = parse(pb.ForwardBackwardRequest, content)
+        request = _parse(pb.ForwardBackwardRequest, content)
     except ValidationError:
         return None, None
     return request.model_id, request.seq_id
@@ -211,15 +214,15 @@ def _record(datums: Sequence[Mapping[str, TensorData]]) -> Parts:
             offsets.append(offsets[-1] + tensor.nbytes)
         # One field of many buffers: they are joined only once, in the finished answer.
         data: Parts = [tensor.buffer for tensor in tensors if tensor.nbytes]
-        fields = [*(message(_BATCHED.data, data) if data else []), *blob(_BATCHED.offsets, pack_indices(offsets))]
-        fields += [integer(_BATCHED.dtype, DTYPE_NUMBERS[dtype]), packed(_BATCHED.trailing_shape, row_shape)]
+        fields = [*(message(_BATCHED.data, data) if data else []), *blob(_BATCHED.offsets, pack_ints(offsets))]
+        fields += [integer(_BATCHED.dtype, _DTYPE_NUMBERS[dtype]), packed(_BATCHED.trailing_shape, row_shape)]
         parts += entry(_RECORD.fields, name, message(MAP_VALUE, fields))
     return [*parts, integer(_RECORD.num_datums, len(datums))]
 
 
 def decode_forward_backward_output(content: bytes) -> ForwardBackwardOutput:
     """One dict of tensors per datum; the tensors of one output share one buffer."""
-    output = parse(pb.ForwardBackwardOutput, content)
+    output = _parse(pb.ForwardBackwardOutput, content)
     datums: list[dict[str, TensorData]] = []
     for record in output.loss_fn_outputs:
         columns = {name: _read_column(field, name) for name, field in record.fields.items()}
@@ -238,10 +241,10 @@ def decode_forward_backward_output(content: bytes) -> ForwardBackwardOutput:
 
 def _read_column(field: Any, name: str) -> list[TensorData]:
     try:
-        dtype, row_shape = dtype_of(field.dtype), list(field.trailing_shape)
-        raw, offsets = field.data, unpack_indices(field.offsets)
-        data = memoryview(widened(raw, field.dtype))
-        if offsets and not (offsets[0] >= 0 and offsets[-1] <= len(raw) and sorted(offsets) == list(offsets)):
+        dtype, row_shape = _dtype_of(field.dtype), list(field.trailing_shape)
+        raw, offsets = field.data, _indices(field.offsets)
+        data = memoryview(_widened(raw, field.dtype))
+        if offsets and not (offsets[0] >= 0 and offsets[-1] <= len(raw) and sorted(offsets) == offsets):
             raise ValidationError(f"offsets do not rise from 0 to {len(raw)}")
         growth = len(data) // len(raw) if raw else 1
         row_bytes = prod(row_shape) * (8 if dtype == "int64" else 4)
@@ -261,33 +264,24 @@ def encode_sample_response(response: SampleResponse) -> bytes:
     parts: Parts = []
     for sequence in response.sequences:
         parts += message(_SAMPLE.sequences, _sequence(sequence))
-    logprobs = getattr(response, "_prompt_logprobs", None)
-    if logprobs is None and response.prompt_logprobs is not None:
-        logprobs = pack_prompt_logprobs(response.prompt_logprobs)
-    if logprobs is not None:
+    if (logprobs := response.packed_prompt_logprobs()) is not None:
         parts += blob(_SAMPLE.prompt_logprobs, logprobs, keep_default=True)
     if (topk := response.topk_prompt_logprobs_np) is not None:
         parts += message(_SAMPLE.topk_prompt_logprobs, _topk(topk))
     parts.append(integer(_SAMPLE.prompt_cache_hit_tokens, response.prompt_cache_hit_tokens))
     if (targets := response.target_prompt_logprobs) is not None:
-        parts += message(_SAMPLE.target_prompt_logprobs, write_tensor(targets))
+        parts += message(_SAMPLE.target_prompt_logprobs, _tensor(targets))
     if (alternatives := response.prompt_alt_tokens) is not None:
-        tokens = message(_ALTERNATIVES.tokens, write_tensor(alternatives.tokens))
-        values = message(_ALTERNATIVES.logprobs, write_tensor(alternatives.logprobs))
+        tokens = message(_ALTERNATIVES.tokens, _tensor(alternatives.tokens))
+        values = message(_ALTERNATIVES.logprobs, _tensor(alternatives.logprobs))
         parts += message(_SAMPLE.prompt_alt_tokens, [*tokens, *values])
     return b"".join(parts)
 
 
 def _sequence(sequence: SampledSequence) -> Parts:
     is_length = sequence.stop_reason == "length"
-    # What came packed goes out packed; asking for the lists would make them.
-    tokens: Buffer | None = getattr(sequence, "_tokens", None)
-    logprobs: Buffer | None = getattr(sequence, "_logprobs", None)
-    if logprobs is None and sequence.logprobs is not None:
-        logprobs = pack_floats(sequence.logprobs)
-    tokens = pack_tokens(sequence.tokens) if tokens is None else tokens
-    parts: Parts = [integer(_SEQUENCE.stop_reason, is_length), *blob(_SEQUENCE.tokens, tokens)]
-    if logprobs is not None:
+    parts: Parts = [integer(_SEQUENCE.stop_reason, is_length), *blob(_SEQUENCE.tokens, sequence.packed_tokens())]
+    if (logprobs := sequence.packed_logprobs()) is not None:
         parts += blob(_SEQUENCE.logprobs, logprobs, keep_default=True)
     if (topk := sequence.topk_logprobs_np) is not None:
         parts += message(_SEQUENCE.topk_sampled_logprobs, _topk(topk))
@@ -302,7 +296,7 @@ def _topk(topk: TopkLogprobs) -> Parts:
 
 def decode_sample_response(content: bytes, sequence_ids: Sequence[str] = ()) -> SampleResponse:
     """The ids are those that the service named when it accepted the request; without them they stay empty."""
-    response = parse(pb.SampleResponse, content)
+    response = _parse(pb.SampleResponse, content)
     ids = [*sequence_ids, *[""] * (len(response.sequences) - len(sequence_ids))]
     sequences = [_read_sequence(sequence, name) for sequence, name in zip(response.sequences, ids, strict=False)]
     alternatives = None
@@ -311,7 +305,7 @@ def decode_sample_response(content: bytes, sequence_ids: Sequence[str] = ()) -> 
         alternatives = PromptAltTokens(read_tensor(both.tokens), read_tensor(both.logprobs))
     return SampleResponse.from_buffers(
         sequences,
-        _whole(response.prompt_logprobs) if response.HasField("prompt_logprobs") else None,
+        _whole_numbers(response.prompt_logprobs) if response.HasField("prompt_logprobs") else None,
         _read_topk(response.topk_prompt_logprobs) if response.HasField("topk_prompt_logprobs") else None,
         read_tensor(response.target_prompt_logprobs) if response.HasField("target_prompt_logprobs") else None,
         response.prompt_cache_hit_tokens,
@@ -323,8 +317,8 @@ def _read_sequence(sequence: Any, sequence_id: str) -> SampledSequence:
     reason = sequence.stop_reason
     return SampledSequence.from_buffers(
         _STOP_REASONS.get(reason) or str(reason),  # a number from a newer service: kept, and read as `stop`
-        _whole(sequence.tokens),
-        _whole(sequence.logprobs) if sequence.HasField("logprobs") else None,
+        _whole_numbers(sequence.tokens),
+        _whole_numbers(sequence.logprobs) if sequence.HasField("logprobs") else None,
         sequence_id,
         _read_topk(sequence.topk_sampled_logprobs) if sequence.HasField("topk_sampled_logprobs") else None,
     )
@@ -333,13 +327,78 @@ def _read_sequence(sequence: Any, sequence_id: str) -> SampledSequence:
 _STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
-def _whole(buffer: bytes) -> bytes:
-    if len(buffer) % 4:
-        raise ValidationError(f"{len(buffer)} bytes are not a whole number of 4-byte values")
-    return buffer
-
-
 def _read_topk(topk: Any) -> TopkLogprobs | None:
     # Official services write an empty matrix where nothing was asked for.
     is_empty = topk.length == 0 or topk.k == 0
     return None if is_empty else TopkLogprobs.from_buffers(topk.token_ids, topk.logprobs, topk.length, topk.k)
+
+
+# ── Tensors: the wire has four dtypes, values have two
+
+
+_DTYPE_NUMBERS: dict[str, int] = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
+_DTYPES: dict[int, TensorDtype] = {
+    pb.DTYPE_FLOAT32: "float32",
+    pb.DTYPE_INT64: "int64",
+    pb.DTYPE_INT32: "int64",
+    pb.DTYPE_BFLOAT16: "float32",
+}
+
+
+def _tensor(tensor: TensorData) -> Parts:
+    if tensor.sparse_crow_indices is None:
+        parts = blob(_TENSOR.dense, tensor.buffer, keep_default=True)
+    else:
+        crow, col = pack_ints(tensor.sparse_crow_indices), pack_ints(tensor.sparse_col_indices or [])
+        values = blob(_CSR.values, tensor.buffer)
+        parts = message(_TENSOR.sparse_csr, [*values, *blob(_CSR.crow_indices, crow), *blob(_CSR.col_indices, col)])
+    return [*parts, integer(_TENSOR.dtype, _DTYPE_NUMBERS[tensor.dtype]), packed(_TENSOR.shape, tensor.shape or ())]
+
+
+def read_tensor(tensor: Any) -> TensorData:
+    """A tensor over the bytes that protobuf hands out; without a shape it is one-dimensional."""
+    shape = tuple(tensor.shape) or None
+    dtype = _dtype_of(tensor.dtype)
+    if not tensor.HasField("sparse_csr"):
+        return TensorData.from_buffer(_widened(tensor.dense, tensor.dtype), dtype, shape)
+    csr = tensor.sparse_csr
+    crow, col = _indices(csr.crow_indices), _indices(csr.col_indices)
+    return TensorData.from_buffer(_widened(csr.values, tensor.dtype), dtype, shape, crow, col)
+
+
+def _dtype_of(wire_dtype: int) -> TensorDtype:
+    """The dtype that a value has for one on the wire."""
+    try:
+        return _DTYPES[wire_dtype]
+    except KeyError:
+        raise ValidationError(f"a tensor has the unknown dtype {wire_dtype}") from None
+
+
+def _widened(buffer: bytes, wire_dtype: int) -> bytes:
+    """The two narrow dtypes become int64 and float32; the others pass untouched."""
+    if wire_dtype == pb.DTYPE_INT32:
+        return pack_ints(unpack("i", _whole_numbers(buffer)))
+    if wire_dtype == pb.DTYPE_BFLOAT16:  # the upper half of a float32
+        out = bytearray(2 * len(_whole_numbers(buffer, 2)))
+        out[2::4], out[3::4] = buffer[0::2], buffer[1::2]
+        return bytes(out)
+    return buffer
+
+
+def _indices(buffer: bytes) -> list[int]:
+    return unpack("q", _whole_numbers(buffer, 8))
+
+
+def _whole_numbers(buffer: bytes, width: int = 4) -> bytes:
+    """The same bytes; ValidationError if the last number is cut."""
+    if len(buffer) % width:
+        raise ValidationError(f"{len(buffer)} bytes are not a whole number of {width}-byte values")
+    return buffer
+
+
+def _parse(kind: Any, content: bytes) -> Any:
+    """A message of the generated class, or a ValidationError."""
+    try:
+        return kind.FromString(content)
+    except (DecodeError, UnicodeDecodeError) as error:  # the latter from the pure-Python runtime
+        raise ValidationError(f"{len(content)} bytes are not a {kind.DESCRIPTOR.name}: {error}") from None

@@ -1,4 +1,7 @@
-"""Makes the body of every request: one function per request, and `request` for any request value as it was made.
+"""Makes the body of every request.
+
+`request` writes any request value as it was made. Other functions know more than the fields of a value: what a client
+leaves out, which data go as protobuf, how a hot path is quick.
 
 The bytes are those of the official clients: 0.4.1 for Dialect.JSON, 0.36.0 for Dialect.PROTO, keys in the same order
 (golden recordings pin this). The rules are in `Dialect`; these fields have quirks of their own:
@@ -25,13 +28,24 @@ The bytes are those of the official clients: 0.4.1 for Dialect.JSON, 0.36.0 for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from tinkex.errors import ValidationError
 from tinkex.types.base import Value
-from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.inputs import (
+    Datum,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+    room_of,
+)
+from tinkex.types.packed import unpack
 from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.tensor import TensorData
 from tinkex.types.training import (
@@ -48,10 +62,8 @@ from tinkex.types.weights import LoadWeightsRequest, SaveWeightsForSamplerReques
 from tinkex.wire.body import PROTOBUF, Body
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.json_codec import dump, encode, reject_non_finite
-from tinkex.wire.json_inputs import write_data, write_params, write_prompt, write_tensor
 
 if TYPE_CHECKING:
-    from tinkex.types.session import SessionSearchRequest
     from tinkex.types.telemetry import TelemetryEvent
 
 
@@ -62,7 +74,7 @@ def request(value: Value, dialect: Dialect) -> Body:
     if isinstance(value, SampleRequest):
         fields = dump(value, dialect)
         fields["prompt"] = write_prompt(value.prompt, dialect)
-        fields["sampling_params"] = write_params(value.sampling_params, dialect)
+        fields["sampling_params"] = _params(value.sampling_params, dialect)
         return Body(encode(fields))
     fields = dump(value, dialect)
     if isinstance(value, OptimStepRequest):
@@ -106,33 +118,8 @@ def create_session(
     return request(value, dialect)
 
 
-def session_heartbeat(session_id: str, *, dialect: Dialect) -> Body:
-    return _typed({"session_id": session_id}, "session_heartbeat", dialect)
-
-
 def finish_session(reason: str, detail: str | None) -> Body:
     return Body(encode({"reason": {"type": reason}, "detail": detail}))
-
-
-def create_sampling_session(
-    session_id: str,
-    sampling_session_seq_id: int,
-    base_model: str | None = None,
-    model_path: str | None = None,
-    *,
-    dialect: Dialect,
-) -> Body:
-    fields = {
-        "session_id": session_id,
-        "sampling_session_seq_id": sampling_session_seq_id,
-        "base_model": base_model,
-        "model_path": model_path,
-    }
-    return _typed(fields, "create_sampling_session", dialect)
-
-
-def join_sampling_session(sampling_session_id: str) -> Body:
-    return _typed({"sampling_session_id": sampling_session_id}, "join_sampling_session", Dialect.PROTO)
 
 
 def telemetry(
@@ -152,12 +139,6 @@ def telemetry(
     }
     if dialect is Dialect.PROTO:
         fields["process_uuid"] = process_uuid
-    return Body(encode(fields))
-
-
-def _typed(fields: dict[str, Any], word: str, dialect: Dialect) -> Body:
-    if dialect is Dialect.PROTO:
-        fields = _without_none(**fields) | {"type": word}
     return Body(encode(fields))
 
 
@@ -189,14 +170,6 @@ def create_model(
     return Body(encode(fields))
 
 
-def get_info(model_id: str, *, dialect: Dialect) -> Body:
-    return _typed({"model_id": model_id}, "get_info", dialect)
-
-
-def unload_model(model_id: str, *, dialect: Dialect) -> Body:
-    return _typed({"model_id": model_id}, "unload_model", dialect)
-
-
 def forward_backward(
     model_id: str,
     seq_id: int,
@@ -213,7 +186,7 @@ def forward_backward(
 
         content = proto_codec.encode_forward_backward(model_id, seq_id, data, loss_fn, loss_fn_config, forward_only)
         return Body(content, PROTOBUF)
-    batch = {"data": write_data(data), "loss_fn": loss_fn, "loss_fn_config": _config(loss_fn_config)}
+    batch = {"data": _data(data), "loss_fn": loss_fn, "loss_fn_config": _config(loss_fn_config)}
     key = "forward_input" if forward_only else "forward_backward_input"
     reject_non_finite(batch["loss_fn_config"], "loss_fn_config")
     return Body(encode({key: batch, "model_id": model_id, "seq_id": seq_id}, is_finite=True))
@@ -226,7 +199,7 @@ def _training_request(value: ForwardRequest | ForwardBackwardRequest, dialect: D
         seq_id = value.seq_id or 0  # the message has no way to leave it out
         config = batch.loss_fn_config
         return forward_backward(value.model_id, seq_id, batch.data, batch.loss_fn, config, is_forward, dialect=dialect)
-    fields: dict[str, Any] = {"data": write_data(batch.data), "loss_fn": batch.loss_fn}
+    fields: dict[str, Any] = {"data": _data(batch.data), "loss_fn": batch.loss_fn}
     if "loss_fn_config" in batch.model_fields_set:
         fields["loss_fn_config"] = _config(batch.loss_fn_config)
     outer: dict[str, Any] = {"forward_input" if is_forward else "forward_backward_input": fields}
@@ -296,23 +269,6 @@ def save_weights_for_sampler(
     return request(SaveWeightsForSamplerRequest(model_id=model_id, seq_id=seq_id, **options), dialect)
 
 
-def save_weights_external(
-    model_id: str,
-    seq_id: int,
-    path: str,
-    ttl_seconds: int | None = None,
-    age_encryption_recipients: Sequence[str] | None = None,
-) -> Body:
-    fields = {
-        "model_id": model_id,
-        "path": path,
-        "seq_id": seq_id,
-        "ttl_seconds": ttl_seconds,
-        "age_encryption_recipients": age_encryption_recipients,
-    }
-    return _typed(fields, "save_weights_external", Dialect.PROTO)
-
-
 def load_weights(
     model_id: str,
     seq_id: int,
@@ -327,50 +283,8 @@ def load_weights(
     return request(LoadWeightsRequest(model_id=model_id, path=path, seq_id=seq_id, **options), dialect)
 
 
-def create_model_from_weights(
-    session_id: str,
-    model_seq_id: int,
-    path: str,
-    optimizer: bool,
-    base_model: str | None = None,
-    user_metadata: Mapping[str, Any] | None = None,
-    optimizer_config: OptimizerConfig | None = None,
-    weights_access_token: str | None = None,
-) -> Body:
-    """load_weights that makes the model too, for services that announce create_model_via_load_weights."""
-    options = _without_none(
-        base_model=base_model,
-        user_metadata=user_metadata,
-        optimizer_config=optimizer_config,
-        weights_access_token=weights_access_token,
-    )
-    value = LoadWeightsRequest(
-        session_id=session_id, model_seq_id=model_seq_id, path=path, optimizer=optimizer, **options
-    )
-    return request(value, Dialect.PROTO)
-
-
 def weights_info(tinker_path: str) -> Body:
     return Body(encode({"tinker_path": tinker_path}))
-
-
-def copy_weights(
-    source_path: str,
-    destination_project_id: str | None = None,
-    session_id: str | None = None,
-    model_seq_id: int | None = None,
-    ttl_seconds: int | None = None,
-    weights_access_token: str | None = None,
-) -> Body:
-    fields = _without_none(
-        session_id=session_id,
-        model_seq_id=model_seq_id,
-        destination_project_id=destination_project_id,
-        source_path=source_path,
-        ttl_seconds=ttl_seconds,
-        weights_access_token=weights_access_token,
-    )
-    return Body(encode(fields))
 
 
 def set_checkpoint_ttl(ttl_seconds: int | None) -> Body:
@@ -379,10 +293,6 @@ def set_checkpoint_ttl(ttl_seconds: int | None) -> Body:
 
 def set_session_project(project_id: str) -> Body:
     return Body(encode({"project_id": project_id}))
-
-
-def search_sessions(query: SessionSearchRequest) -> Body:
-    return request(query, Dialect.PROTO)
 
 
 # ── Sampling
@@ -413,7 +323,7 @@ def asample(
         "num_samples": num_samples,
         "prompt": write_prompt(prompt, dialect),
         # On their own, because only these can hold a NaN, and a long prompt need not be searched for it.
-        "sampling_params": orjson.Fragment(encode(write_params(sampling_params, dialect))),
+        "sampling_params": orjson.Fragment(encode(_params(sampling_params, dialect))),
         "sampling_session_id": sampling_session_id,
         "seq_id": seq_id,
     }
@@ -423,7 +333,7 @@ def asample(
     if is_proto or topk_sample_logprobs:
         fields["topk_sample_logprobs"] = topk_sample_logprobs
     if target_prompt_logprobs is not None:
-        fields["target_prompt_logprobs"] = write_tensor(target_prompt_logprobs, "target_prompt_logprobs")
+        fields["target_prompt_logprobs"] = _tensor(target_prompt_logprobs, "target_prompt_logprobs")
     if is_proto or prompt_alt_tokens_k:
         fields["prompt_alt_tokens_k"] = prompt_alt_tokens_k
     if prompt_logprobs_last_n is not None:
@@ -459,3 +369,75 @@ def retrieve_futures(
 
 def cancel_future(request_id: str) -> Body:
     return Body(encode({"request_id": request_id}))
+
+
+# ── Prompts, sampling parameters, datums and tensors as JSON
+
+
+def write_prompt(prompt: ModelInput, dialect: Dialect) -> orjson.Fragment:
+    """The JSON of a prompt, made once per prompt and dialect: prompts are sampled from many times."""
+    return prompt.cached(dialect.value, lambda prompt: _model_input(prompt, dialect))
+
+
+def _model_input(model_input: ModelInput, dialect: Dialect) -> orjson.Fragment:
+    return orjson.Fragment(orjson.dumps({"chunks": [_chunk(chunk, dialect) for chunk in model_input.chunks]}))
+
+
+def _chunk(chunk: ModelInputChunk, dialect: Dialect) -> dict[str, Any]:
+    if isinstance(chunk, EncodedTextChunk):
+        fields: dict[str, Any] = {"tokens": unpack("i", chunk.packed())}
+        if dialect is Dialect.PROTO or "type" in chunk.model_fields_set:
+            fields["type"] = "encoded_text"
+        return fields
+    if isinstance(chunk, (ImageChunk, ImageAssetPointerChunk)) and dialect is Dialect.PROTO:
+        newer = {"height": None, "tokens": None, "width": None, "expected_tokens": room_of(chunk)}
+        chunk = chunk.model_copy(update=newer)
+    return dump(chunk, dialect)
+
+
+_PARAMS: tuple[str, ...] = SamplingParams.__match_args__
+
+
+def _params(params: SamplingParams, dialect: Dialect) -> dict[str, Any]:
+    if dialect is Dialect.JSON:
+        given = params.model_fields_set
+        return {name: getattr(params, name) for name in _PARAMS if name in given}
+    fields: dict[str, Any] = {name: value for name in _PARAMS if (value := getattr(params, name)) is not None}
+    # Their defaults are written as whole numbers, for the sake of their reprs.
+    fields["temperature"], fields["top_p"] = float(params.temperature), float(params.top_p)
+    return fields
+
+
+def _data(data: Sequence[Datum]) -> list[dict[str, Any]]:
+    """Datums as 0.4.1 sends them, the loss inputs first; the newer dialect has no JSON for them."""
+    out = []
+    for index, datum in enumerate(data):
+        tensors = {
+            name: _tensor(_dense(tensor), f"data[{index}].loss_fn_inputs[{name!r}]")
+            for name, tensor in datum.loss_fn_inputs.items()
+        }
+        # Sent once, as a rule: nothing is kept for a second time.
+        out.append({"loss_fn_inputs": tensors, "model_input": _model_input(datum.model_input, Dialect.JSON)})
+    return out
+
+
+def _dense(tensor: TensorData) -> TensorData:
+    """Services of this dialect's age know no sparse tensors."""
+    if not tensor.is_sparse:
+        return tensor
+    return TensorData.from_list(tensor.tolist(), key="target_tokens" if tensor.dtype == "int64" else "weights")
+
+
+def _tensor(tensor: TensorData, where: str) -> dict[str, Any]:
+    """Return a tensor as JSON has it. The numbers become text here, so that no later step walks over them again."""
+    values = unpack("q" if tensor.dtype == "int64" else "f", tensor.buffer)
+    # A sum of float32 values cannot overflow a double, so it is finite if and only if all of them are.
+    if tensor.dtype == "float32" and not math.isfinite(sum(values)):
+        raise ValidationError(f"{where} holds NaN or an infinity, which JSON cannot carry. Mask it out before sending.")
+    fields: dict[str, Any] = {"data": orjson.Fragment(orjson.dumps(values)), "dtype": tensor.dtype}
+    if tensor.shape is not None:
+        fields["shape"] = tensor.shape
+    if tensor.sparse_crow_indices is not None:
+        fields["sparse_crow_indices"] = tensor.sparse_crow_indices
+        fields["sparse_col_indices"] = tensor.sparse_col_indices
+    return fields

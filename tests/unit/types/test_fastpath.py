@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.types.fastpath import first_not_finite, has_bool, has_negative
+from tinkex.types.packed import first_not_finite, has_bool, has_negative
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.booleans())

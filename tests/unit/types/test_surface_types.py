@@ -191,7 +191,7 @@ def test_the_table_of_names_is_complete_and_right() -> None:
         for name, value in vars(sys.modules[f"tinkex.types.{home}"]).items()
         if isinstance(value, type) and issubclass(value, Value) and value.__module__ == f"tinkex.types.{home}"
     }
-    assert defined - set(vars(types)["__all__"]) == {"OptimizerFamily"}
+    assert defined - set(vars(types)["__all__"]) == {"OptimizerFamily", "ProvenanceSpan"}
     assert set(vars(types)["__all__"]) <= set(dir(types))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = types.Nothing  # type: ignore[attr-defined]

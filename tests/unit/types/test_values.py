@@ -499,7 +499,7 @@ def test_a_service_of_our_own_announces_itself_in_the_client_config() -> None:
     assert ClientConfigResponse.model_validate({"tinkex": {"stream": True}}).tinkex == {"stream": True}
 
 
-@pytest.mark.parametrize("module", ["tensor", "inputs", "chunks", "weights"])
+@pytest.mark.parametrize("module", ["tensor", "inputs", "weights"])
 def test_the_examples_in_the_docstrings_run(module: str) -> None:
     ran = doctest.testmod(importlib.import_module(f"tinkex.types.{module}"))
     assert ran.attempted > 0

@@ -6,7 +6,6 @@ That the bytes are those of the official clients is held against recordings in t
 from __future__ import annotations
 
 import datetime as dt
-import inspect
 import json
 import struct
 import threading
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from tinkex.errors import ValidationError
 from tinkex.types import (
     AdamParams,
+    CopyWeightsRequest,
     Datum,
     DimuonOptimizerConfig,
     DimuonParams,
@@ -28,20 +28,25 @@ from tinkex.types import (
     GenericEvent,
     ImageAssetPointerChunk,
     ImageChunk,
+    JoinSamplingSessionRequest,
+    LoadWeightsRequest,
     LoraConfig,
     ModelInput,
     PromptProvenanceSpan,
     SampleRequest,
     SamplingParams,
+    SessionHeartbeatRequest,
     SessionSearchRequest,
     TensorData,
+    UnloadModelRequest,
 )
-from tinkex.wire import endpoints, json_inputs, proto_codec, requests
+from tinkex.wire import proto_codec, requests
 from tinkex.wire.body import JSON, PROTOBUF, Body
 from tinkex.wire.dialect import Dialect
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=5)
+BEAT = SessionHeartbeatRequest(session_id="s")
 IDS: dict[str, Any] = {"sampling_session_id": "s:sample:0", "seq_id": 4}
 
 
@@ -160,20 +165,38 @@ def test_telemetry_names_the_process_only_where_that_is_known() -> None:
             b'"prev_cursor":1,"retrieved_request_ids":["r"]}',
         ),
         (
-            requests.join_sampling_session("s:sample:0"),
+            requests.request(JoinSamplingSessionRequest(sampling_session_id="s:sample:0"), Dialect.PROTO),
             b'{"sampling_session_id":"s:sample:0","type":"join_sampling_session"}',
         ),
-        (requests.session_heartbeat("s", dialect=Dialect.JSON), b'{"session_id":"s"}'),
-        (requests.session_heartbeat("s", dialect=Dialect.PROTO), b'{"session_id":"s","type":"session_heartbeat"}'),
-        (requests.unload_model("m", dialect=Dialect.JSON), b'{"model_id":"m"}'),
+        (requests.request(BEAT, Dialect.JSON), b'{"session_id":"s"}'),
+        (requests.request(BEAT, Dialect.PROTO), b'{"session_id":"s","type":"session_heartbeat"}'),
+        (requests.request(UnloadModelRequest(model_id="m"), Dialect.JSON), b'{"model_id":"m"}'),
         (requests.set_session_project("p"), b'{"project_id":"p"}'),
-        (requests.search_sessions(SessionSearchRequest()), b'{"user_metadata":{},"owner":{"type":"own"},"limit":50}'),
         (
-            requests.copy_weights("tinker://r/weights/a", "p", ttl_seconds=3600),
+            requests.request(SessionSearchRequest(), Dialect.PROTO),
+            b'{"user_metadata":{},"owner":{"type":"own"},"limit":50}',
+        ),
+        (
+            requests.request(
+                CopyWeightsRequest(
+                    source_path="tinker://r/weights/a", destination_project_id="p", session_id=None, ttl_seconds=3600
+                ),
+                Dialect.PROTO,
+            ),
             b'{"destination_project_id":"p","source_path":"tinker://r/weights/a","ttl_seconds":3600}',
         ),
         (
-            requests.create_model_from_weights("s", 0, "tinker://r/weights/a", True, user_metadata={"k": "v"}),
+            requests.request(
+                LoadWeightsRequest(
+                    session_id="s",
+                    model_seq_id=0,
+                    path="tinker://r/weights/a",
+                    optimizer=True,
+                    user_metadata={"k": "v"},
+                    base_model=None,
+                ),
+                Dialect.PROTO,
+            ),
             b'{"session_id":"s","model_seq_id":0,"user_metadata":{"k":"v"},"path":"tinker://r/weights/a",'
             b'"optimizer":true,"type":"load_weights"}',
         ),
@@ -183,22 +206,13 @@ def test_small_bodies_are_these_bytes(body: Body, expected: bytes) -> None:
     assert body == Body(expected, JSON, None)
 
 
-def test_every_call_with_a_body_has_a_function() -> None:
-    shared = {"client_dynamic_config": "client_config", "sample_stream": "asample", "forward": "forward_backward"}
-    without_body = {"publish_checkpoint", "create_custom_loss"}  # losses on the service are rejected by decision
-    assert requests.auth_token().content == b"{}"
-    posts = {row.name for row in endpoints.ALL if row.method in ("POST", "PUT")} - without_body
-    functions = {name for name, value in inspect.getmembers(requests, inspect.isfunction)}
-    assert [name for name in sorted(posts) if shared.get(name, name) not in functions] == []
-
-
 # ── Prompts and images
 
 
 def test_a_prompt_is_encoded_once_per_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
-    chunk_writer = json_inputs._chunk
-    monkeypatch.setattr(json_inputs, "_chunk", lambda *call: written.append(call) or chunk_writer(*call))
+    chunk_writer = requests._chunk
+    monkeypatch.setattr(requests, "_chunk", lambda *call: written.append(call) or chunk_writer(*call))
     prompt = ModelInput.from_ints([1, 2, 3])
     for dialect in Dialect:
         first = requests.asample(prompt, 1, PARAMS, **IDS, dialect=dialect)

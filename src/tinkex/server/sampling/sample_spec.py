@@ -19,10 +19,11 @@ from tinkex.types.sampling import (
     SampleRequest,
     SampleResponse,
     SamplingParams,
+    TopkList,
+    TopkLogprobs,
     pack_prompt_logprobs,
 )
 from tinkex.types.tensor import TensorData
-from tinkex.types.topk import TopkList, TopkLogprobs
 
 
 def spec_of(request: SampleRequest, target: SampleTarget, *, is_streamed: bool = False) -> SampleSpec:
