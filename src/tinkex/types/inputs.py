@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_arg
 
 from tinkex.errors import ValidationError
 from tinkex.types.base import LazyValue, Value, field
-from tinkex.types.coerce import Mismatch, describe
-from tinkex.types.packed import Buffer, entries, is_torch, pack_tokens, unpack
+from tinkex.types.coerce import Mismatch, describe, entries
+from tinkex.types.packed import Buffer, is_torch, pack_tokens, unpack
 from tinkex.types.tensor import TensorData
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class EncodedTextChunk(LazyValue):
 
     def _set(self, tokens: Any) -> None:
         try:
-            packed = pack_tokens(entries(tokens))
+            packed = pack_tokens(entries(tokens, "a list of numbers"))
         except Mismatch as error:
             raise ValidationError(f"EncodedTextChunk.tokens{error.place}: {error.reason}") from None
         self._adopt(packed)
