@@ -27,6 +27,8 @@ MAX_TOPK: Final = 1024
 """Ranked tokens per position from our service."""
 MAX_TARGETS: Final = 2**26
 """Targets of one training call to our service, sparse ones counted as if dense: 256 MB of log-probabilities return."""
+MAX_PENALTY: Final = 100.0
+REPETITION_PENALTY: Final = (1e-3, 1e3)
 
 
 def reject(where: str, why: str, code: str) -> NoReturn:
@@ -176,28 +178,38 @@ def check_sample(
         _check_prompt_targets(target_prompt_logprobs, tokens)
 
 
-SAMPLING: Final[Mapping[str, Range]] = {
-    "max_tokens": Range(1, math.inf, "at least 1"),
-    "temperature": Range(0.0, _BELOW_INFINITY, "0 (greedy) or more"),
-    "top_p": Range(math.nextafter(0.0, 1.0), 1.0, "above 0 and at most 1 (1 keeps every token)"),
-    "top_k": Range(1, math.inf, "at least 1, or -1 for no limit"),
-    "min_p": Range(0.0, 1.0, "from 0 to 1"),
-    "repetition_penalty": Range(1e-3, 1e3, "from 0.001 to 1000 (1 is none)"),
-    "presence_penalty": Range(-100.0, 100.0, "from -100 to 100 (0 is none)"),
-    "frequency_penalty": Range(-100.0, 100.0, "from -100 to 100 (0 is none)"),
-}
-"""Sampling parameters. What lies outside no service could use."""
-
-
 def check_sampling_params(params: SamplingParams) -> None:
     """Reject sampling parameters that no service could use. None leaves the choice to the service."""
-    for name, (least, most, rule) in SAMPLING.items():
-        value = getattr(params, name)
-        # Not `value < least or ...`: NaN compares false with everything, and is rejected too.
-        if value is not None and not least <= value <= most and not (name == "top_k" and value == -1):
-            reject(name, f"is {value}; it must be {rule}.", f"bad_{name}")
+    # Written as `not (good)` so that NaN, which compares false with everything, is rejected too.
+    if params.max_tokens is not None and params.max_tokens < 1:
+        reject("max_tokens", f"is {params.max_tokens}; it must be at least 1.", "bad_max_tokens")
+    if not 0 <= params.temperature < math.inf:
+        reject("temperature", f"is {params.temperature}; it must be 0 (greedy) or more.", "bad_temperature")
+    if not 0 < params.top_p <= 1:
+        reject("top_p", f"is {params.top_p}; it must be above 0 and at most 1 (1 keeps every token).", "bad_top_p")
+    if params.top_k != -1 and params.top_k < 1:
+        reject("top_k", f"is {params.top_k}; it must be at least 1, or -1 for no limit.", "bad_top_k")
     if params.stop is not None:
         _check_stop(params.stop)
+    if params.min_p is not None and not 0 <= params.min_p <= 1:
+        reject("min_p", f"is {params.min_p}; it must be from 0 to 1.", "bad_min_p")
+    if params.repetition_penalty is not None:
+        least, most = REPETITION_PENALTY
+        if not least <= params.repetition_penalty <= most:
+            reject(
+                "repetition_penalty",
+                f"is {params.repetition_penalty}; it must be from {least:g} to {most:g} (1 is none).",
+                "bad_repetition_penalty",
+            )
+    if params.presence_penalty is not None:
+        _check_penalty("presence_penalty", params.presence_penalty)
+    if params.frequency_penalty is not None:
+        _check_penalty("frequency_penalty", params.frequency_penalty)
+
+
+def _check_penalty(name: str, penalty: float) -> None:
+    if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+        reject(name, f"is {penalty}; it must be from -{MAX_PENALTY:g} to {MAX_PENALTY:g} (0 is none).", f"bad_{name}")
 
 
 def _check_stop(stop: str | Sequence[str] | Sequence[int]) -> None:

@@ -103,7 +103,10 @@ class ImageChunk(Value):
     width: int | None = None
     expected_tokens: int | None = None
     type: Literal["image"] = "image"
-    length = property(_known_room)
+
+    @property
+    def length(self) -> int:
+        return _known_room(self)
 
 
 class ImageAssetPointerChunk(Value):
@@ -116,7 +119,10 @@ class ImageAssetPointerChunk(Value):
     width: int | None = None
     expected_tokens: int | None = None
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
-    length = property(_known_room)
+
+    @property
+    def length(self) -> int:
+        return _known_room(self)
 
 
 class DmelChunk(Value):
