@@ -201,7 +201,7 @@ def _ancestors(item: Item) -> set[str]:
 
 def _bases(item: Item) -> list[str]:
     names = [str(base) for base in item.bases]
-    hidden = ("Value", "Handle", "NamedTuple", "Clock")
+    hidden = ("Value", "LazyValue", "ProvenanceSpan", "Handle", "NamedTuple", "Clock")
     shown = [f"`{name}`" for name in names if name not in hidden and _is_public(name.split(".")[-1])]
     return [f"Bases: {', '.join(shown)}.", ""] if shown else []
 

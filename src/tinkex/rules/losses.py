@@ -179,8 +179,10 @@ def check_datum(
             check_shape(place(index, key), _shape(inputs[key]), shape, is_per_position(rule, key))
     if "clip_low_threshold" in inputs and "clip_high_threshold" in inputs and "clip_low_threshold" in rule.optional:
         _check_token_thresholds(index, inputs)
-    if "sequence_ratio_mask" in inputs and "sequence_ratio_mask" in rule.optional:
-        _check_mask(index, inputs)
+    mask = inputs.get("sequence_ratio_mask") if "sequence_ratio_mask" in rule.optional else None
+    # A mask that leaves no token has no mean; without advantages it does not matter.
+    if mask is not None and not any(mask.data) and any(inputs["advantages"].data):
+        raise ValidationError(f"data[{index}]: {EMPTY_MASK}", "bad_mask")
 
 
 def check_input_names(index: int, names: Set[str], loss_fn: str, *, allows_extra: bool = False) -> None:
@@ -258,11 +260,6 @@ def crossed_thresholds_error(index: int) -> ValidationError:
     )
 
 
-def empty_mask_error(index: int) -> ValidationError:
-    """Make the error for a gspo mask that leaves no token, where there are advantages."""
-    return ValidationError(f"data[{index}]: {EMPTY_MASK}", "bad_mask")
-
-
 def listed_twice_error(where: str) -> ValidationError:
     """Make the error for a sparse tensor that stores two values for one entry."""
     return ValidationError(
@@ -309,11 +306,6 @@ def _check_token_thresholds(index: int, inputs: Mapping[str, TensorData]) -> Non
         return  # the engine has them as dense tensors and compares those
     if any(map(gt, low.data, high.data)):
         raise crossed_thresholds_error(index)
-
-
-def _check_mask(index: int, inputs: Mapping[str, TensorData]) -> None:
-    if not any(inputs["sequence_ratio_mask"].data) and any(inputs["advantages"].data):
-        raise empty_mask_error(index)
 
 
 def _shape(tensor: TensorData) -> list[int]:

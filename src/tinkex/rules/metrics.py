@@ -47,7 +47,10 @@ def combine(parts: Iterable[tuple[Metrics, int]]) -> dict[str, Number]:
             # A key that a part itself reported is never overwritten by a numbered one.
             combined.update({f"{key}_{n}": v for n, v in enumerate(values[1:], 1) if f"{key}_{n}" not in reported})
         else:
-            combined[key] = _REDUCERS.get(reducer, _last)(values)
+            try:
+                combined[key] = _REDUCERS.get(reducer, _last)(values)
+            except (ValueError, OverflowError):  # a hash over NaN or infinity
+                combined[key] = math.nan
     return combined
 
 
@@ -100,21 +103,11 @@ def _last(values: list[Number]) -> Number:
 
 
 def _hash2(values: list[Number]) -> Number:
-    whole = _integers(values)
-    return math.nan if whole is None else sum(whole) % 2**64
+    return sum(map(int, values)) % 2**64
 
 
 def _hash_unordered(values: list[Number]) -> Number:
-    whole = _integers(values)
-    return math.nan if whole is None else hash(tuple(sorted(whole)))
-
-
-def _integers(values: list[Number]) -> list[int] | None:
-    """Return the values as integers, or None if one of them is NaN or infinite."""
-    try:
-        return [int(value) for value in values]
-    except (ValueError, OverflowError):
-        return None
+    return hash(tuple(sorted(map(int, values))))
 
 
 _REDUCERS: Final[dict[str, Callable[[list[Number]], Number]]] = {

@@ -11,58 +11,25 @@ Others import this package only:
 
 from __future__ import annotations
 
-from tinkex.settings.client import (
-    CLIENT,
-    DEFAULT_BASE_URL,
-    ENVIRONMENT,
-    KEYLESS,
-    LOG,
-    LOOPBACK,
-    POOL_SIZES,
-    SHARED_ENVIRONMENT,
-    Config,
-    is_loopback,
-    log_level,
-    normalise_url,
-    proxy_for,
-    resolve,
-    sources,
-)
-from tinkex.settings.serve import (
-    KEY_PREFIX,
-    SERVE,
-    ServeConfig,
-    check_keys,
-    is_loopback_host,
-    private_environment,
-    resolve_serve,
-    write_private_file,
-)
-from tinkex.settings.setting import Setting
-
-__all__ = [
-    "CLIENT",
-    "DEFAULT_BASE_URL",
-    "ENVIRONMENT",
-    "KEYLESS",
-    "KEY_PREFIX",
-    "LOG",
-    "LOOPBACK",
-    "POOL_SIZES",
-    "SERVE",
-    "SHARED_ENVIRONMENT",
-    "Config",
-    "ServeConfig",
-    "Setting",
-    "check_keys",
-    "is_loopback",
-    "is_loopback_host",
-    "log_level",
-    "normalise_url",
-    "private_environment",
-    "proxy_for",
-    "resolve",
-    "resolve_serve",
-    "sources",
-    "write_private_file",
-]
+from tinkex.settings.client import CLIENT as CLIENT
+from tinkex.settings.client import DEFAULT_BASE_URL as DEFAULT_BASE_URL
+from tinkex.settings.client import ENVIRONMENT as ENVIRONMENT
+from tinkex.settings.client import KEYLESS as KEYLESS
+from tinkex.settings.client import LOG as LOG
+from tinkex.settings.client import SHARED_ENVIRONMENT as SHARED_ENVIRONMENT
+from tinkex.settings.client import Config as Config
+from tinkex.settings.client import is_loopback as is_loopback
+from tinkex.settings.client import log_level as log_level
+from tinkex.settings.client import normalise_url as normalise_url
+from tinkex.settings.client import proxy_for as proxy_for
+from tinkex.settings.client import resolve as resolve
+from tinkex.settings.client import sources as sources
+from tinkex.settings.serve import KEY_PREFIX as KEY_PREFIX
+from tinkex.settings.serve import SERVE as SERVE
+from tinkex.settings.serve import ServeConfig as ServeConfig
+from tinkex.settings.serve import check_keys as check_keys
+from tinkex.settings.serve import is_loopback_host as is_loopback_host
+from tinkex.settings.serve import private_environment as private_environment
+from tinkex.settings.serve import resolve_serve as resolve_serve
+from tinkex.settings.serve import write_private_file as write_private_file
+from tinkex.settings.setting import Setting as Setting

@@ -20,7 +20,6 @@ from tinkex.settings.folders import cache_dir
 from tinkex.settings.setting import Setting, Sourced, as_float, check_names, count, gather, unchanged
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEYLESS = "tml-local"
 """Sent to a service on this machine when no key is set: official servers insist on some key with this prefix."""
 
@@ -122,7 +121,7 @@ def normalise_url(url: str) -> str:
 
 def is_loopback(base_url: str) -> bool:
     host = urlsplit(base_url).hostname or ""
-    return host in LOOPBACK or host.startswith("127.")
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def proxy_for(url: str, config: Config) -> str | None:

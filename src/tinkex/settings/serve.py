@@ -122,16 +122,15 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"The keys file {path} cannot be read: {reason}.") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
     if not keys:
         raise ConfigError(f"The keys file {path} holds no key. Write one per line; `tinkex key create` makes some.")
-    for line_number, line in enumerate(lines, 1):
-        if line and not line.startswith("#"):
-            try:
-                _keys(line)
-            except ValueError as error:
-                raise ConfigError(f"The keys file {path}, line {line_number}: must be {error}.") from None
-    return tuple(keys)
+    for line_number, key in keys.items():
+        try:
+            _keys(key)
+        except ValueError as error:
+            raise ConfigError(f"The keys file {path}, line {line_number}: must be {error}.") from None
+    return tuple(keys.values())
 
 
 # -- how values are read: text from a flag or a variable, or a plain value from the file or a caller -----------------

@@ -242,7 +242,7 @@ def _list(item: Coercer) -> Coercer:
     exact = _EXACT.get(item)
 
     def check(value: Any) -> list[Any]:
-        values = _items(value)
+        values = list(entries(value, "a list"))
         if exact is not None and set(map(type, values)) <= {exact}:
             return values
         return [_at(item, index, entry) for index, entry in enumerate(values)]
@@ -250,10 +250,15 @@ def _list(item: Coercer) -> Coercer:
     return check
 
 
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise Mismatch(f"expected a list, got {describe(value)}")
-    return list(value.tolist() if hasattr(value, "tolist") else value)
+def entries(values: Any, what: str) -> Sequence[Any]:
+    """Return a run of values, which may be an array, as something that has a length."""
+    if type(values) is list or type(values) is tuple:
+        return values
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+        raise Mismatch(f"expected {what}, got {describe(values)}")
+    return values if type(values) is list else list(values)
 
 
 def _at(item: Coercer, index: int, entry: Any) -> Any:
@@ -280,9 +285,9 @@ def _mapping(key: Coercer, item: Coercer) -> Coercer:
 
 def _tuple(parts: list[Coercer]) -> Coercer:
     def check(value: Any) -> tuple[Any, ...]:
-        entries = _items(value)
-        if len(entries) != len(parts):
-            raise Mismatch(f"expected {len(parts)} entries, got {len(entries)}")
-        return tuple(_at(part, index, entry) for index, (part, entry) in enumerate(zip(parts, entries, strict=True)))
+        values = entries(value, "a list")
+        if len(values) != len(parts):
+            raise Mismatch(f"expected {len(parts)} entries, got {len(values)}")
+        return tuple(_at(part, index, entry) for index, (part, entry) in enumerate(zip(parts, values, strict=True)))
 
     return check

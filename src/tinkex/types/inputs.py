@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_arg
 
 from tinkex.errors import ValidationError
 from tinkex.types.base import LazyValue, Value, field
-from tinkex.types.coerce import Mismatch, describe
-from tinkex.types.packed import Buffer, entries, is_torch, pack_tokens, unpack
+from tinkex.types.coerce import Mismatch, describe, entries
+from tinkex.types.packed import Buffer, is_torch, pack_tokens, unpack
 from tinkex.types.tensor import TensorData
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class EncodedTextChunk(LazyValue):
 
     def _set(self, tokens: Any) -> None:
         try:
-            packed = pack_tokens(entries(tokens))
+            packed = pack_tokens(entries(tokens, "a list of numbers"))
         except Mismatch as error:
             raise ValidationError(f"EncodedTextChunk.tokens{error.place}: {error.reason}") from None
         self._adopt(packed)
@@ -103,7 +103,10 @@ class ImageChunk(Value):
     width: int | None = None
     expected_tokens: int | None = None
     type: Literal["image"] = "image"
-    length = property(_known_room)
+
+    @property
+    def length(self) -> int:
+        return _known_room(self)
 
 
 class ImageAssetPointerChunk(Value):
@@ -116,7 +119,10 @@ class ImageAssetPointerChunk(Value):
     width: int | None = None
     expected_tokens: int | None = None
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
-    length = property(_known_room)
+
+    @property
+    def length(self) -> int:
+        return _known_room(self)
 
 
 class DmelChunk(Value):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tinkex.errors import MissingExtra
-from tinkex.types.coerce import Mismatch, describe, fits_index
+from tinkex.types.coerce import Mismatch, describe, entries, fits_index
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,17 +23,6 @@ TensorDtype = Literal["int64", "float32"]
 
 WIDTHS: dict[Code, int] = {"i": 4, "q": 8, "f": 4}
 _LITTLE = sys.byteorder == "little"
-
-
-def entries(values: Any) -> Sequence[Any]:
-    """Return a caller's run of numbers as something with a length that a struct can pack."""
-    if type(values) is list or type(values) is tuple:
-        return values
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
-        raise Mismatch(f"expected a list of numbers, got {describe(values)}")
-    return values if type(values) is list else list(values)
 
 
 def pack_tokens(values: Sequence[Any]) -> bytes:
@@ -115,7 +104,7 @@ def pack(values: Any, dtype: TensorDtype | None) -> Packed:
         return _pack_array(_array_of_torch(values), dtype)
     if hasattr(values, "__array__"):
         return _pack_array(numpy_for("A numpy array").asarray(values), dtype)
-    flat, shape = _flatten(entries(values))
+    flat, shape = _flatten(entries(values, "a list of numbers"))
     if dtype is not None:
         return Packed(pack_ints(flat) if dtype == "int64" else pack_floats(flat), dtype, shape)
     # Whole numbers stay whole; one float makes all of them floats; nothing at all is float32.
@@ -133,7 +122,7 @@ def _flatten(values: Sequence[Any]) -> tuple[Sequence[Any], list[int]]:
     for index, row in enumerate(values):
         if not _is_row(row):
             raise Mismatch(f"expected a row like those before (shape {inner}), got {describe(row)}", f"[{index}]")
-        numbers, shape = _flatten(entries(row))
+        numbers, shape = _flatten(entries(row, "a list of numbers"))
         if index and shape != inner:
             raise Mismatch(
                 f"ragged: this row has shape {shape}, the rows before have {inner}. Pad them to one length, or pass "

@@ -18,7 +18,7 @@ from tinkex.types.tensor import TensorData
 if TYPE_CHECKING:
     import numpy as np
 
-T = TypeVar("T")
+PackedT = TypeVar("PackedT")
 StopReason = Literal["length", "stop"]
 
 # What other servers of this API, and the OpenAI-like ones behind them, say instead.
@@ -369,9 +369,9 @@ def pack_prompt_logprobs(values: Sequence[float | None]) -> bytes:
     return pack_floats([nan if value is None else value for value in values])
 
 
-def _packed(value: SampledSequence | SampleResponse, slot: str, field: str, pack: Callable[[Any], T]) -> T:
+def _packed(value: SampledSequence | SampleResponse, slot: str, field: str, pack: Callable[[Any], PackedT]) -> PackedT:
     """Return what came packed as it came: asking for the list would make it. What came as a list is packed."""
-    packed = getattr(value, slot, None)
+    packed: Any = getattr(value, slot, None)
     if packed is None and (listed := getattr(value, field)) is not None:
         return pack(listed)
     return packed  # type: ignore[no-any-return]

@@ -55,7 +55,7 @@ def _quoted(placeholder: str, part: str) -> str:
 
 
 def _row(method: str, path: str, pool: Pool, answer: str = "", *, name: str = "") -> Endpoint:
-    return Endpoint(name or path, method, f"/api/v1/{path}", pool, answer)
+    return Endpoint(name or path.replace("/", "_"), method, f"/api/v1/{path}", pool, answer)
 
 
 def _future(path: str, pool: Pool, answer: str) -> Endpoint:
@@ -69,11 +69,9 @@ _RUN = "training_runs/{run_id}"
 _CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id}"
 
 # The service and the session
-CLIENT_CONFIG = _row("POST", "client/config", _SESSION, "ClientConfigResponse", name="client_config")
-CLIENT_DYNAMIC_CONFIG = _row(
-    "POST", "client/dynamic_config", _SESSION, "ClientDynamicConfigResponse", name="client_dynamic_config"
-)
-AUTH_TOKEN = _row("POST", "auth/token", _SESSION, "AuthTokenResponse", name="auth_token")
+CLIENT_CONFIG = _row("POST", "client/config", _SESSION, "ClientConfigResponse")
+CLIENT_DYNAMIC_CONFIG = _row("POST", "client/dynamic_config", _SESSION, "ClientDynamicConfigResponse")
+AUTH_TOKEN = _row("POST", "auth/token", _SESSION, "AuthTokenResponse")
 HEALTHZ = _row("GET", "healthz", _SESSION, "HealthResponse")
 GET_SERVER_CAPABILITIES = _row("GET", "get_server_capabilities", _TRAIN, "GetServerCapabilitiesResponse")
 CREATE_SESSION = _row("POST", "create_session", _SESSION, "CreateSessionResponse")

@@ -93,8 +93,8 @@ def _read_success(
         return Metadata(_size(obj))
     # A result with a null `error` beside its fields is a result; a null error with a category is still a failure.
     if obj.get("error") is not None or ("error" in obj and "category" in obj):
-        error = "The service gave no reason." if obj["error"] is None else str(obj["error"])
-        return Failed(error, RequestErrorCategory.parse(obj.get("category")))
+        reason = "The service gave no reason." if obj["error"] is None else str(obj["error"])
+        return Failed(reason, RequestErrorCategory.parse(obj.get("category")))
     if isinstance(sequences := obj.get("sequences"), list):
         for sequence, name in zip(sequences, sequence_ids, strict=False):
             if isinstance(sequence, dict):

@@ -13,12 +13,10 @@ _LINE_END = re.compile("\r\n|\r|\n")
 
 
 class Event(NamedTuple):
-    """One event. `id` is the last one the stream named; `retry` (in ms) a hint that came since the event before."""
+    """One event. The fields `id` and `retry`, for readers that reconnect, are passed over: no stream is resumed."""
 
     event: str
     data: str
-    id: str | None = None
-    retry: int | None = None
 
 
 class SSEDecoder:
@@ -30,8 +28,6 @@ class SSEDecoder:
         self._partial: list[bytes] = []  # pieces of the line that has no end yet
         self._event = ""
         self._data: list[str] = []
-        self._id: str | None = None
-        self._retry: int | None = None
 
     def feed(self, chunk: bytes) -> list[Event]:
         """The events that this piece completes."""
@@ -50,10 +46,6 @@ class SSEDecoder:
                     events.append(event)
         return events
 
-    def flush(self) -> bool:
-        """The stream ended. True if it broke off inside an event, which is dropped, as the standard demands."""
-        return bool(self._partial or self._data or self._event)
-
     def _line(self, line: bytes) -> Event | None:
         if self._is_start:
             self._is_start = False
@@ -67,18 +59,11 @@ class SSEDecoder:
             self._data.append(value)
         elif name == "event":
             self._event = value
-        elif name == "id" and "\0" not in value:
-            self._id = value
-        elif name == "retry" and value.isascii() and value.isdigit():
-            self._retry = int(value)
-        # Anything else is a comment (empty name) or a field for readers newer than this one.
+        # Anything else is a comment (empty name) or a field for other readers.
         return None
 
     def _dispatch(self) -> Event | None:
-        event = None
-        if self._data:
-            event = Event(self._event or "message", "\n".join(self._data), self._id, self._retry)
-            self._retry = None
+        event = Event(self._event or "message", "\n".join(self._data)) if self._data else None
         self._event, self._data = "", []
         return event
 
@@ -93,7 +78,7 @@ def encode(event: str, data: str | bytes) -> bytes:
     return f"{name}{lines}\n".encode()
 
 
-def comment(text: str = "") -> bytes:
+def comment(text: str) -> bytes:
     """A line that readers skip: it keeps idle connections open."""
     if _LINE_END.search(text):
         raise ValueError(f"a comment is one line, got {text!r}")

@@ -24,7 +24,7 @@ line_ends = st.sampled_from(["\n", "\r", "\r\n"])
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[bytes, list[Event]]:
     """A stream in any of the spellings the standard allows, with what it means."""
-    out, meaning, last_id = draw(st.sampled_from(["", "\ufeff"])), [], None
+    out, meaning = draw(st.sampled_from(["", "\ufeff"])), []
     for _ in range(draw(st.integers(0, 4))):
         name, data = draw(lines), draw(st.lists(lines, min_size=1, max_size=3))
         identity = draw(st.none() | lines.filter(lambda text: "\0" not in text))
@@ -35,8 +35,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[Event]]:
         is_after_cr = out[-1] == "\r"
         # An LF right after a CR would belong to it and be no line of its own.
         out += draw(line_ends.filter(lambda end: not (is_after_cr and end == "\n")))  # noqa: B023 (drawn at once)
-        last_id = last_id if identity is None else identity
-        meaning.append(Event(name or "message", "\n".join(data), last_id))
+        meaning.append(Event(name or "message", "\n".join(data)))
     return out.encode(), meaning
 
 
@@ -84,7 +83,7 @@ def test_bytes_that_are_not_utf8_become_replacement_characters() -> None:
 
 
 def test_comments_keep_a_stream_open_and_give_no_event() -> None:
-    assert events_of(sse.comment(), sse.comment("still here"), b":no space\n\n") == []
+    assert events_of(sse.comment(""), sse.comment("still here"), b":no space\n\n") == []
 
 
 def test_an_event_without_data_is_not_dispatched_and_its_name_is_forgotten() -> None:
@@ -103,36 +102,9 @@ def test_unknown_fields_are_ignored() -> None:
     assert events_of(b"colour: red\ndata: x\n\n") == [Event("message", "x")]
 
 
-def test_an_id_stays_until_the_next_one_and_one_with_nul_is_ignored() -> None:
-    stream = b"id: 7\ndata: a\n\ndata: b\n\nid: 8\0\ndata: c\n\nid\ndata: d\n\n"
-    assert [event.id for event in events_of(stream)] == ["7", "7", "7", ""]
-
-
-def test_a_retry_hint_is_digits_only_and_rides_on_the_next_event() -> None:
-    stream = b"retry: 1500\n\ndata: a\n\nretry: soon\nretry: -1\ndata: b\n\n"
-    assert [event.retry for event in events_of(stream)] == [1500, None]
-
-
 def test_a_byte_order_mark_is_dropped_at_the_start_only() -> None:
     mark = "\ufeff".encode()
     assert events_of(mark[:2], mark[2:] + b"data: a\n\n" + mark + b"data: b\n\n") == [Event("message", "a")]
-
-
-@pytest.mark.parametrize(
-    ("stream", "was_cut"),
-    [
-        (b"", False),
-        (b"data: a\n\n", False),
-        (b": hi\n", False),
-        (b"data: a\n", True),
-        (b"da", True),
-        (b"event: x\n", True),
-    ],
-)
-def test_the_end_of_a_stream_tells_whether_an_event_was_cut(stream: bytes, was_cut: bool) -> None:
-    decoder = SSEDecoder()
-    decoder.feed(stream)
-    assert decoder.flush() is was_cut
 
 
 def test_a_name_or_comment_of_two_lines_is_refused() -> None:
