@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import tinkex
 from tinkex.errors import ConfigError
+from tinkex.redact import redact
 from tinkex.terminal.output import remark
-
-if TYPE_CHECKING:
-    import argparse
-
-    from tinkex.client.rest import RestClient
-    from tinkex.settings import Config
-    from tinkex.wire.endpoints import Endpoint
 
 PATIENCE = {"max_retries": 5, "unreachable_s": 60.0}
 """A person waits for a command: it gives up sooner than a training run, unless the settings say otherwise."""
@@ -23,10 +19,9 @@ NO_KEY = (
 )
 
 
-def config_for(args: argparse.Namespace) -> Config:
+def config_for(args: argparse.Namespace) -> tinkex.Config:
     """Return the settings of this command."""
-    from tinkex import settings
-
+    settings = tinkex.settings
     arguments = {"base_url": args.base_url, "api_key": args.api_key}
     sources = settings.sources(**arguments)
     patience: dict[str, Any] = {name: value for name, value in PATIENCE.items() if sources[name] == "default"}
@@ -39,26 +34,13 @@ def config_for(args: argparse.Namespace) -> Config:
         raise
 
 
-def rest_client(args: argparse.Namespace) -> RestClient:
+def rest_client(args: argparse.Namespace) -> tinkex.RestClient:
     """Return a client for runs and checkpoints. It opens no session."""
-    from tinkex.client.rest import RestClient
-
     announce_retries()
-    return RestClient(config=config_for(args))
-
-
-def ask(args: argparse.Namespace, endpoint: Endpoint) -> Any:
-    """Return the JSON of one response as it came: our own service sends more fields than the official types have."""
-    from tinkex.client.diagnose import fetch_json
-
-    announce_retries()
-    return fetch_json(config_for(args), endpoint)
+    return tinkex.RestClient(config=config_for(args))
 
 
 @functools.cache
 def announce_retries() -> None:
     """Print a remark before each retry. Registers once per process, however often `main` is called."""
-    from tinkex import events
-    from tinkex.redact import redact
-
-    events.on("retry", lambda retry: remark(f"Retrying in {retry.delay_s:.1f} s: {redact(retry.reason)}"))
+    tinkex.on("retry", lambda retry: remark(f"Retrying in {retry.delay_s:.1f} s: {redact(retry.reason)}"))

@@ -38,7 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         return 141
     except Exception as error:
-        return _report(error, args)
+        from tinkex.cli.error_text import describe
+
+        if args.debug:
+            import traceback
+
+            traceback.print_exc()
+        print(f"tinkex: {describe(error)}", file=sys.stderr)
+        return 1
 
 
 def _set_up_logging(args: argparse.Namespace) -> None:
@@ -50,17 +57,6 @@ def _set_up_logging(args: argparse.Namespace) -> None:
         import logging
 
         logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-def _report(error: Exception, args: argparse.Namespace) -> int:
-    from tinkex.cli.error_text import describe
-
-    if args.debug:
-        import traceback
-
-        traceback.print_exc()
-    print(f"tinkex: {describe(error)}", file=sys.stderr)
-    return 1
 
 
 def _silence_stdout() -> None:

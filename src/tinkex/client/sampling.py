@@ -91,22 +91,20 @@ class SamplingClient(BaseClient):
             prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs,
             target_prompt_logprobs, prompt_alt_tokens_k, prompt_logprobs_last_n, self._record_stability_info,
         )  # fmt: skip
-        return self._start(link, validate.check_sampling(sample, self._context_length(link)))
-
-    def _start(self, link: ServiceLink, request: SampleCall) -> APIFuture[SampleResponse]:
+        sample = validate.check_sampling(sample, self._context_length(link))
         operation = Operation(
             "sample",
             link.clock.now(),
             seq_id=self._sampling.next_seq_id(),
             model_id=self.sampling_session_id,
             session=self._session,
-            usage=self._usage(request.prompt),
+            usage=self._usage(prompt),
             observers=(self._observe,),
         )
         if link.dialect is not None:
-            requests.write_prompt(request.prompt, link.dialect)  # the long part of the body, on the caller's thread
+            requests.write_prompt(prompt, link.dialect)  # the long part of the body, on the caller's thread
         link.announce(operation)
-        future = link.run(operation, lambda: run_sample(link, operation, self._sampling, request))
+        future = link.run(operation, lambda: run_sample(link, operation, self._sampling, sample))
         if link.dynamic.sample_cancel_enabled:
             future.add_done_callback(lambda done: cancel_on_service(link, operation, done))
         return future

@@ -114,12 +114,8 @@ class Stage:
         self.save_state()
         return training, 0, False
 
-    def steps(self, service: LocalServiceClient) -> list[RunStep]:
-        """Return all steps of the run, including those before it was stopped."""
-        return self._read_steps(service)[0]
-
-    def _read_steps(self, service: LocalServiceClient) -> tuple[list[RunStep], bool, bool]:
-        """Return all steps, whether a gradient is pending, and whether operations are running."""
+    def read_steps(self, service: LocalServiceClient) -> tuple[list[RunStep], bool, bool]:
+        """Return all steps of the run, whether a gradient is pending, and whether operations are running."""
         rest, after = service.create_rest_client(), -1
         steps: list[RunStep] = []
         while True:
@@ -133,7 +129,7 @@ class Stage:
         """Wait until the operations that were accepted before the stop have run."""
         began = REAL.now()
         while True:
-            steps, is_open, is_active = self._read_steps(service)
+            steps, is_open, is_active = self.read_steps(service)
             if not is_active:
                 return steps, is_open
             if REAL.now() - began > CATCH_UP_S:

@@ -39,15 +39,14 @@ def run(stage: Stage) -> tuple[int, int]:
         sent: list[APIFuture[Any]] = []
         with progress(training, state.steps, start=start) as shown:
             for step in shown:
-                if (
-                    step > start or not is_open
-                ):  # else the stop came between the two calls, and the gradient is already there
+                # After a stop between the two calls, the gradient is already there.
+                if step > start or not is_open:
                     batch = [orders.example(state.seed, step * BATCH + row) for row in range(BATCH)]
                     training.forward_backward([datum(tokenizer, order) for order in batch], "cross_entropy")
                 sent.append(training.optim_step(AdamParams(learning_rate=rate(step, state.steps))))
                 if len(sent) > IN_FLIGHT:
                     sent.pop(0).result()
-        say("\n" + draw([step.loss for step in stage.steps(service)], "loss per token"))
+        say("\n" + draw([step.loss for step in stage.read_steps(service)[0]], "loss per token"))
         say(f"\nAfter: the same {EXAM} orders …")
         path = stage.save_adapter(service, training)
         after = report(exam, ask(service.create_sampling_client(model_path=path), exam))

@@ -166,6 +166,12 @@ def checked(check: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise EngineFault(str(error)) from None
 
 
+def first_line(error: BaseException, limit: int) -> str:
+    """Return the first line of an error's text, or the name of its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:limit]
+
+
 class EngineDied(TinkexError):
     """The engine's process ended while it had the command. Its memory is lost; another process is started."""
 

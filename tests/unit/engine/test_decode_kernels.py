@@ -27,7 +27,6 @@ from tinkex.engine.models.loaded_model import Model, load
 from tinkex.engine.packed import linear, lora_decode
 from tinkex.engine.packed.decode_attention import (
     AttentionOutput,
-    DecodeAttention,
     KernelDecodeAttention,
     TorchDecodeAttention,
     decode_attention_for,
@@ -129,7 +128,11 @@ def test_swiglu_is_right_from_the_smallest_to_the_largest_number(kernels: Kernel
 
 
 def attended(
-    attention: DecodeAttention, qkv: Tensor, layer: KVLayer, held: list[int], needs_logsumexp: bool = True
+    attention: TorchDecodeAttention | KernelDecodeAttention,
+    qkv: Tensor,
+    layer: KVLayer,
+    held: list[int],
+    needs_logsumexp: bool = True,
 ) -> AttentionOutput:
     attention.begin(
         [RowInput(0, 3 * own + 1, own, None) for own in held], layer.width + 1 if layer.is_initialized else 1

@@ -68,4 +68,4 @@ def test_cached_prompts_stay_within_the_limit(tiny: Model) -> None:
     for number in range(10):
         finish(running, {number: spec([number] * 100, max_tokens=1)})
         assert running._prefix_cache.tokens <= 400
-    assert running._prefix_cache.nbytes > 0
+    assert running._prefix_cache.tokens > 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinkex.cli.connect import ask
+from tinkex.cli.connect import announce_retries, config_for
 from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import add_flags, config_of, folder_size
 from tinkex.errors import APIResponseValidationError
@@ -134,9 +134,11 @@ def _list_local(args: argparse.Namespace) -> None:
 
 def offered(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the models as the service describes them: ours sends more fields than the official types have."""
+    from tinkex.client.diagnose import fetch_json
     from tinkex.wire.endpoints import GET_SERVER_CAPABILITIES
 
-    body = ask(args, GET_SERVER_CAPABILITIES)
+    announce_retries()
+    body = fetch_json(config_for(args), GET_SERVER_CAPABILITIES)
     try:
         return [entry for entry in body["supported_models"] if entry["model_name"]]
     except (KeyError, TypeError):

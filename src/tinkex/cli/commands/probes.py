@@ -76,7 +76,7 @@ def examine(base_url: str | None, api_key: str | None) -> tuple[list[Finding], d
     return [*findings, _extras()], shown, models
 
 
-def _settings(arguments: dict[str, str | None]) -> tuple[Config | None, dict[str, Any], list[Finding]]:
+def _settings(arguments: dict[str, Any]) -> tuple[Config | None, dict[str, Any], list[Finding]]:
     """Return the settings, the source of each one, and findings about them."""
     # One attempt and a short timeout: retries would hide the errors that the doctor looks for.
     probing: dict[str, Any] = {"max_retries": 1, "timeout_s": PROBE_S, "unreachable_s": PROBE_S}

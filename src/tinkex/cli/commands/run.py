@@ -145,13 +145,19 @@ def _follow(
     display: LiveLines,
 ) -> None:
     """Show the steps until the run is idle (with --until-idle) or for ever."""
+    import json
+
     steps: list[tinkex.types.RunStep] = []
     idle_since: float | None = None
     after = -1
     while True:
         if display.mode == "plain":
             for number, step in enumerate(page.steps, len(steps) + 1):
-                print(_json_of(number, step) if args.output == "json" else line_of(number, step), flush=True)
+                if args.output == "json":
+                    line = json.dumps({"step": number, **step.model_dump(mode="json")})
+                else:
+                    line = line_of(number, step)
+                print(line, flush=True)
         steps += page.steps
         is_behind = bool(page.steps) and page.next_seq_id != after
         after = page.next_seq_id
@@ -225,9 +231,3 @@ def _idle_since(steps: list[tinkex.types.RunStep], known: float | None, now: flo
     if known is not None:
         return known
     return min(aware(steps[-1].time).timestamp(), now) if steps else now
-
-
-def _json_of(number: int, step: tinkex.types.RunStep) -> str:
-    import json
-
-    return json.dumps({"step": number, **step.model_dump(mode="json")})

@@ -133,11 +133,6 @@ class PollAttempts(Attempts):
         may_become_visible = status == 404 and self.sent_at - self.accepted_at < NOT_YET_VISIBLE_S
         if not (error.retryable or may_become_visible):
             raise error
-        self._note_fault(error)
-        self.link.warn_unreachable(error, attempt)
-        return min(fault_delay(attempt - 1, self.hint_s(error)), max(self.link.config.unreachable_s, 0.01))
-
-    def _note_fault(self, error: APIError) -> None:
         operation, config = self.operation, self.link.config
         operation.last_error = f"{type(error).__name__}: {error}"
         silent_s = self.link.clock.now() - operation.last_response_at
@@ -148,6 +143,8 @@ class PollAttempts(Attempts):
                 f"(unreachable_s={config.unreachable_s:.0f}). Last error: {operation.last_error.rstrip('.')}. "
                 f"Request {self._request_id} may still be running there."
             ) from error
+        self.link.warn_unreachable(error, attempt)
+        return min(fault_delay(attempt - 1, self.hint_s(error)), max(config.unreachable_s, 0.01))
 
 
 def _note_queue(operation: Operation, request_id: str, read: Any, took_s: float) -> None:

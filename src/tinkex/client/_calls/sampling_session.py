@@ -122,7 +122,9 @@ class PollBatch:
             try:
                 response = await attempts.run(self._ask)
             except TinkexError:
-                self._release_all()
+                for waiter in self._waiters.values():
+                    if not waiter.done():
+                        waiter.set_result(None)
                 return
             self._cursor = response.cursor
             for completion in response.completions:
@@ -148,8 +150,3 @@ class PollBatch:
         except APIError:
             self._fetched.extend(fetched)
             raise
-
-    def _release_all(self) -> None:
-        for waiter in self._waiters.values():
-            if not waiter.done():
-                waiter.set_result(None)

@@ -40,31 +40,18 @@ async def submit(
     except APIStatusError as rejection:
         if body.content_type != PROTOBUF or link.is_proto_proven or rejection.status_code not in (400, 415, 422):
             raise
-        response = await _again_as_json(link, operation, endpoint, seq_id, encode, size_hint, rejection)
+        # The first protobuf body: perhaps the service reads only JSON. Same seq_id: it cannot run twice.
+        body = await _encoded(link, encode, seq_id, Dialect.JSON, size_hint)
+        try:
+            response = await _sent(link, operation, endpoint, Dialect.JSON, body)
+        except APIStatusError:
+            raise rejection from None  # rejected in both dialects: report the first rejection
+        link.dialect = Dialect.JSON
     accepted = envelope.read_accepted(response.content)
     operation.state = "accepted"
     operation.accepted_at = link.clock.now()
     operation.request_id = accepted.request_id
     return functools.partial(poll, link, operation, endpoint, accepted.request_id)
-
-
-async def _again_as_json(
-    link: ServiceLink,
-    operation: Operation,
-    endpoint: Endpoint,
-    seq_id: int,
-    encode: Encode,
-    size_hint: int,
-    rejection: APIStatusError,
-) -> HTTPResponse:
-    """The first protobuf body was rejected: perhaps the service reads only JSON. Same seq_id: it cannot run twice."""
-    body = await _encoded(link, encode, seq_id, Dialect.JSON, size_hint)
-    try:
-        response = await _sent(link, operation, endpoint, Dialect.JSON, body)
-    except APIStatusError:
-        raise rejection from None  # rejected in both dialects: report the first rejection
-    link.dialect = Dialect.JSON
-    return response
 
 
 async def _sent(

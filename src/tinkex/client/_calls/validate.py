@@ -94,7 +94,7 @@ def check_sampling(sample: SampleCall, max_context_length: int | None = None) ->
         tokens,
         sample.num_samples,
         params,
-        has_prompt_logprobs=sample.include_prompt_logprobs,
+        has_prompt_logprobs=bool(sample.include_prompt_logprobs),
         topk_prompt_logprobs=sample.topk_prompt_logprobs,
         topk_sample_logprobs=sample.topk_sample_logprobs,
         target_prompt_logprobs=sample.target_prompt_logprobs,

@@ -173,13 +173,16 @@ class DownloadAttempts(Attempts):
         if response.status not in (200, 206) and not (response.status == 416 and offset):
             headers = dict(response.headers.items())
             raise status_error(Response(response.status, headers), f"while downloading {part.name}")
-        if offset and response.status != 200 and (span.start != offset or _is_other(response.headers, tag)):
+        validator = _validator(response.headers)
+        is_other = bool(tag and validator and validator != tag)  # not every service heeds `if-range`
+        if offset and response.status != 200 and (span.start != offset or is_other):
             with _disk(part.path):
                 part.discard()
             raise APIConnectionError(None, "the file changed on the service; starting over.")
         total = span.total
         if response.status == 200:
-            offset, total = 0, _length(response.headers)
+            length = response.headers.get("content-length") or ""
+            offset, total = 0, int(length) if length.isdigit() else None
             with _disk(part.path):
                 part.begin(response.headers, bool(self._sha256 or announced))
         offset = await self._append(response, offset, total)
@@ -228,21 +231,10 @@ def _span(headers: Headers) -> _Span:
     return _Span(int(match[1]) if match[1] else None, int(match[2]) if match[2] != "*" else None)
 
 
-def _length(headers: Headers) -> int | None:
-    text = headers.get("content-length") or ""
-    return int(text) if text.isdigit() else None
-
-
 def _validator(headers: Headers) -> str:
     """What names this version of the file. A weak ETag does not promise the same bytes."""
     tag = headers.get("etag") or ""
     return tag if tag and not tag.startswith("W/") else headers.get("last-modified") or ""
-
-
-def _is_other(headers: Headers, tag: str | None) -> bool:
-    """Return whether a partial response is of another version: not every service heeds `if-range`."""
-    validator = _validator(headers)
-    return bool(tag and validator and validator != tag)
 
 
 def _announced(headers: Headers) -> str | None:

@@ -54,7 +54,10 @@ async def dial(origin: Origin, context: ssl.SSLContext | None) -> Connection:
     if proxy.scheme not in ("http", "") or not proxy.hostname:
         raise ConfigError(f"The proxy {proxy.scheme}://{proxy.hostname} is not supported: use an http:// proxy.")
     port = proxy.port or 80
-    authorization = _basic(proxy.username, proxy.password)
+    authorization = None
+    if proxy.username is not None:
+        credentials = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+        authorization = "Basic " + base64.b64encode(credentials.encode()).decode()
     if tls is None:
         _, protocol = await loop.create_connection(
             lambda: Http1(loop, authorization, via_proxy=True), proxy.hostname, port
@@ -139,9 +142,3 @@ async def _tunnel(
     except BaseException:
         transport.abort()
         raise
-
-
-def _basic(user: str | None, password: str | None) -> str | None:
-    if user is None:
-        return None
-    return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tinkex.engine.contract import first_line
 from tinkex.errors import ConfigError
 
 ProgressReport = Callable[[str, int, int], None]
@@ -59,9 +60,9 @@ def find_cached(name: str) -> Path | None:
 
 def download(name: str, progress: ProgressReport) -> Path:
     """Download a model. Raises HubUnreachable within seconds if the hub does not respond."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
-    address = endpoint()
+    address = str(constants.ENDPOINT)  # huggingface_hub's own setting (HF_ENDPOINT)
     if address in _unreachable:
         raise HubUnreachable(_unreachable[address])
     try:
@@ -92,17 +93,10 @@ def download(name: str, progress: ProgressReport) -> Path:
                 f"The disk is full: {name} needs {total / 1e9:.1f} GB. Free some space and start again."
             ) from None
         raise ConfigError(
-            f"The download of {name} failed ({_first_line(error)}). Start again: it continues where it stopped."
+            f"The download of {name} failed ({first_line(error, 200)}). Start again: it continues where it stopped."
         ) from None
     progress(f"downloading {name}", total, total)
     return Path(folder)
-
-
-def endpoint() -> str:
-    """Return the address of the hub: huggingface_hub's own setting (HF_ENDPOINT)."""
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
 
 
 def _model_info(name: str, address: str) -> Any:
@@ -121,7 +115,7 @@ def _model_info(name: str, address: str) -> Any:
             f"The hub has no model {name!r}, or it is private. Check the name, or log in with `hf auth login`."
         ) from None
     except Exception as error:  # an edge, as in `download`
-        raise HubUnreachable(_first_line(error)) from None
+        raise HubUnreachable(first_line(error, 200)) from None
 
 
 def _run_within(seconds: float, work: Callable[[], Any]) -> Any:
@@ -172,8 +166,3 @@ def _bar_class(name: str, total: int, progress: ProgressReport) -> type:
             return is_drawn
 
     return Bar
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]

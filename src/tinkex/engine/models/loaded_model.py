@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.lora import LoraHooks, Role, Segment, Site, find_sites
-from tinkex.engine.contract import EngineFault, ModelInfo
+from tinkex.engine.contract import EngineFault, ModelInfo, first_line
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -153,7 +153,7 @@ def load(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> Model:
         raise
     except Exception as error:  # an edge: transformers may raise anything for a model that it cannot run
         logger.debug("Loading %s failed", info.name, exc_info=True)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        reason = first_line(error, 300)
         raise EngineFault(
             f"{info.name} ({info.arch or 'unknown architecture'}) cannot be loaded: {reason.rstrip('.')}. "
             "Choose a causal language model that the installed transformers supports.",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.clock import REAL
-from tinkex.engine.contract import ModelInfo
+from tinkex.engine.contract import ModelInfo, first_line
 from tinkex.engine.models import hub, smollm2, tiny
 from tinkex.engine.models.hub import ProgressReport
 from tinkex.errors import ConfigError, MissingExtra
@@ -51,7 +51,7 @@ def adapter_base(info: ModelInfo) -> str:
 
 def _resolve(name: str, models_dir: Path, progress: ProgressReport) -> ModelInfo:
     if name == tiny.NAME:
-        target = models_dir / f"{_folder_name(name)}-{tiny.VERSION}"
+        target = models_dir / f"{name.replace('/', '--')}-{tiny.VERSION}"
         _create(target, {"source": "built-in"}, tiny.write)
         return _describe(target, name)
     if name in (smollm2.NAME, smollm2.ALIAS):
@@ -67,7 +67,7 @@ def _resolve(name: str, models_dir: Path, progress: ProgressReport) -> ModelInfo
 
 
 def _resolve_smollm2(models_dir: Path, progress: ProgressReport) -> ModelInfo:
-    target = models_dir / f"{_folder_name(smollm2.NAME)}-gguf"
+    target = models_dir / f"{smollm2.NAME.replace('/', '--')}-gguf"
     aliases = (smollm2.ALIAS,)
     # Once created it stays the base: otherwise adapters trained on it would get other weights after a restart.
     if not target.is_dir():
@@ -94,10 +94,6 @@ def _from_hub(name: str, aliases: tuple[str, ...], progress: ProgressReport) -> 
                 f"{name} is not in the cache, and the model hub cannot be reached ({error}). {INSTEAD}"
             ) from None
     return _describe(folder, name, aliases, {"source": "hub", "sha256": folder.name})
-
-
-def _folder_name(name: str) -> str:
-    return name.replace("/", "--")
 
 
 def _create(target: Path, origin: dict[str, str], write: Callable[[Path], None]) -> None:
@@ -204,7 +200,7 @@ def _full_config(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"Base model {name!r}: transformers cannot tell its vocabulary and context from config.json "
-            f"({str(error).strip().splitlines()[0][:200]}). Choose a causal language model that it supports."
+            f"({first_line(error, 200)}). Choose a causal language model that it supports."
         ) from None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.metadata
-import json
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.models.hub import ProgressReport
+from tinkex.engine.models.tiny import LLAMA, write_files
 from tinkex.errors import ConfigError
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -176,9 +176,8 @@ def _size_bytes(folder: Path) -> int:
 
 
 def convert(gguf_file: Path, folder: Path, progress: ProgressReport) -> None:
-    """Write config, weights (float32), tokenizer and chat template as transformers reads them."""
+    """Write the model with weights in float32, as transformers reads it."""
     from gguf import GGUFReader, dequantize
-    from safetensors.numpy import save_file
 
     reader = GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -190,54 +189,34 @@ def convert(gguf_file: Path, folder: Path, progress: ProgressReport) -> None:
         weights[_transformers_name(tensor.name)] = _to_rotary_halves(tensor.name, array, config)
         done += tensor.n_elements * 4
         progress(f"converting {ALIAS}", done, total)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokens = fields["tokenizer.ggml.tokens"]
-    _build_tokenizer(fields).save(str(folder / "tokenizer.json"))
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokens[config["bos_token_id"]],
         "eos_token": tokens[config["eos_token_id"]],
         "pad_token": tokens[config["pad_token_id"]],
         "unk_token": tokens[fields["tokenizer.ggml.unknown_token_id"]],
-        "model_max_length": config["max_position_embeddings"],
-        "clean_up_tokenization_spaces": False,
         "chat_template": fields["tokenizer.chat_template"],
     }
-    for file, content in {
-        "config.json": config,
-        "generation_config.json": ends,
-        "tokenizer_config.json": tokenizer_config,
-    }.items():
-        (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_files(folder, config, weights, _build_tokenizer(fields), tokenizer_config)
 
 
 def _llama_config(fields: dict[str, Any]) -> dict[str, Any]:
     heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        **LLAMA,
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
         "head_dim": width // heads,
-        "hidden_act": "silu",
         "hidden_size": width,
         "intermediate_size": fields["llama.feed_forward_length"],
         "max_position_embeddings": fields["llama.context_length"],
-        "mlp_bias": False,
         "num_attention_heads": heads,
         "num_hidden_layers": fields["llama.block_count"],
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         # Stored as float32, so 1e-05 reads 9.999999747378752e-06; rounding to seven digits restores it.
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6e}"),
         "rope_theta": fields["llama.rope.freq_base"],
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-        "torch_dtype": "float32",
-        "use_cache": True,
         "vocab_size": fields["llama.vocab_size"],
     }
 

@@ -26,55 +26,65 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-CONFIG: dict[str, Any] = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-    "head_dim": WIDTH // HEADS,
     "hidden_act": "silu",
-    "hidden_size": WIDTH,
-    "initializer_range": 0.02,
-    "intermediate_size": MLP_WIDTH,
-    "max_position_embeddings": CONTEXT,
     "mlp_bias": False,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": KV_HEADS,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
     "tie_word_embeddings": True,
     # Both spellings: transformers 4 reads `torch_dtype`, 5 reads `dtype`.
     "dtype": "float32",
     "torch_dtype": "float32",
     "use_cache": True,
+}
+"""The settings that both built-in models have."""
+
+CONFIG: dict[str, Any] = {
+    **LLAMA,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    "head_dim": WIDTH // HEADS,
+    "hidden_size": WIDTH,
+    "initializer_range": 0.02,
+    "intermediate_size": MLP_WIDTH,
+    "max_position_embeddings": CONTEXT,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KV_HEADS,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
     "vocab_size": VOCABULARY,
 }
 
 
 def write(folder: Path) -> None:
     """Write the whole model into an empty folder."""
+    tokens = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    write_files(folder, CONFIG, weights(), tokenizer(), {**tokens, "chat_template": CHAT_TEMPLATE})
+
+
+def write_files(
+    folder: Path, config: dict[str, Any], weights: dict[str, Any], tokenizer: Any, tokenizer_config: dict[str, Any]
+) -> None:
+    """Write config, weights (numpy), tokenizer and chat template as transformers reads them."""
     from safetensors.numpy import save_file
 
-    save_file(weights(), folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer().save(str(folder / "tokenizer.json"))
-    _write_json(folder / "config.json", CONFIG)
-    _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD})
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for file, content in {
+        "config.json": config,
+        "generation_config.json": {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<|bos|>",
-            "eos_token": "<|eos|>",
-            "pad_token": "<|pad|>",
-            "model_max_length": CONTEXT,
+            "model_max_length": config["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
+            **tokenizer_config,
         },
-    )
+    }.items():
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def weights() -> dict[str, Any]:
@@ -129,7 +139,3 @@ def _byte_letters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ width of a head, T columns of the cache, N rows times key heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +32,7 @@ class AttentionOutput(NamedTuple):
     """Of the scores, if it was asked for: with it, this output can be merged with that over other tokens."""
 
 
-class DecodeAttention(Protocol):
-    """Attention of decode steps, in one of two ways."""
-
-    def begin(self, rows: Sequence[RowInput], width: int) -> None:
-        """Prepare a step, before its first layer. `width`: columns of the cache with the new one."""
-
-    def attend(self, layer: KVLayer, qkv_BO: Tensor, *, needs_logsumexp: bool) -> AttentionOutput:
-        """Rotate queries and keys in place, append keys and values to the cache, and attend to it."""
-
-
-def decode_attention_for(weights: Weights) -> DecodeAttention:
+def decode_attention_for(weights: Weights) -> TorchDecodeAttention | KernelDecodeAttention:
     """Return the kernels' way if they support the model's heads, else torch's."""
     kernels = weights.kernels
     if kernels is None or not kernels.supports_head_width(weights.head_width):
@@ -51,13 +41,14 @@ def decode_attention_for(weights: Weights) -> DecodeAttention:
 
 
 class TorchDecodeAttention:
-    """A `DecodeAttention` of two batched products and a softmax."""
+    """Attention of decode steps by two batched products and a softmax."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._shape = (-1, weights.key_heads, weights.heads // weights.key_heads, weights.head_width)
 
     def begin(self, rows: Sequence[RowInput], width: int) -> None:
+        """Prepare a step, before its first layer. `width`: columns of the cache with the new one."""
         self._angles = self._weights.angles(torch.tensor([row.position for row in rows]))
         mask_BT = padding_mask([row.cached_tokens + 1 for row in rows], width, torch.device("cpu"))
         self._mask_N1T = None
@@ -66,6 +57,7 @@ class TorchDecodeAttention:
             self._mask_N1T = mask_B1T.repeat_interleave(self._weights.key_heads, 0)
 
     def attend(self, layer: KVLayer, qkv_BO: Tensor, *, needs_logsumexp: bool) -> AttentionOutput:
+        """Rotate queries and keys in place, append keys and values to the cache, and attend to it."""
         weights = self._weights
         norm_rope_gate.apply_rope(weights, qkv_BO, *self._angles)
         heads, keys = weights.heads, weights.key_heads
@@ -83,7 +75,7 @@ class TorchDecodeAttention:
 
 
 class KernelDecodeAttention:
-    """A `DecodeAttention` by the C kernels, for heads of a whole number of registers."""
+    """The same by the C kernels, for heads of a whole number of registers."""
 
     def __init__(self, weights: Weights, kernels: Kernels) -> None:
         self._weights, self._kernels = weights, kernels

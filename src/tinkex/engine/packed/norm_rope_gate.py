@@ -89,7 +89,6 @@ def _glu_kernels(weights: Weights, gate_up_NF: Tensor) -> Kernels | None:
 
 
 def torch_rmsnorm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm over the last axis."""
     return (x * _rstd(x, eps)).mul_(gain)
 
 

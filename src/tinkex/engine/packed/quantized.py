@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tinkex.engine.contract import EngineFault
+from tinkex.engine.contract import EngineFault, first_line
 from tinkex.engine.packed.kernels.binding import Kernels
 from tinkex.engine.packed.linear import Linear, PackedLinear, onednn_linear, onednn_reorder
 
@@ -77,8 +77,7 @@ def linear_for(kind: str, weight_OD: Tensor, bias_O: Tensor | None, kernels: Ker
     except Exception as error:  # this torch was built without the format, or the processor lacks it
         raise EngineFault(
             f"--decode-weights {kind}: this processor, or the installed PyTorch, cannot compute with such weights "
-            f"({str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__}). "
-            "Remove the flag.",
+            f"({first_line(error, 200)}). Remove the flag.",
             "server",
         ) from error
 

@@ -124,7 +124,6 @@ class Loop:
             self._most_passes = max(self._most_passes, self._trainer.passes)
 
     def _train(self) -> None:
-        """Run some short commands, or a part of a micro-batch."""
         for number, reply in self._trainer.step():
             command = self._commands.pop(number)
             op = str(command.head.get("op"))

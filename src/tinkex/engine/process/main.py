@@ -215,12 +215,8 @@ def _start_error(error: Exception) -> str:
         return str(error)
     if isinstance(error, ImportError) and error.name:
         return str(MissingExtra(f"The engine (module {error.name})", "local"))
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:500] if lines else "no message"
+    return f"{type(error).__name__}: {lines[0][:500] if lines else 'no message'}"
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ class DecodeBatch:
             self._waiting[prompt] = [sample for sample in waiting if sample not in dropped]
             if not self._waiting[prompt]:
                 del self._waiting[prompt]
-        self.prefilling = deque(prompt for prompt in self.prefilling if prompt in self._waiting)
+                self.prefilling.remove(prompt)
         self.starting = deque(sample for sample in self.starting if sample not in dropped)
         self._remove_rows([row for row in self.rows if row.sample in dropped])
 
@@ -356,7 +356,10 @@ class DecodeBatch:
         """Add rows to the batch and to its cache, with a copy of the prompt unless they read it in place."""
         if not rows:
             return
-        shares_prompt = self._shares_prompt(sample, prompt)
+        # Reading the prompt in place is worth it if several rows do, and if it is long.
+        has_several_rows = prompt.is_shared or sample.spec.num_samples > 1
+        is_long = prompt.prefilled >= MIN_SHARED_TOKENS
+        shares_prompt = has_several_rows and is_long and self._decoder.can_share_prefix
         add = partial(self._cache.add_rows, prompt.cache, len(rows), copies_prompt=not shares_prompt)
         try:
             add(reserved_rows=reserved_rows)
@@ -368,13 +371,7 @@ class DecodeBatch:
             row.prefix = prompt if shares_prompt else None
         self.rows += rows
 
-    def _shares_prompt(self, sample: ActiveSample, prompt: CachedPrompt) -> bool:
-        """Return whether rows read the prompt in place: worth it if several rows do, and if it is long."""
-        has_several_rows = prompt.is_shared or sample.spec.num_samples > 1
-        return has_several_rows and self._decoder.can_share_prefix and prompt.prefilled >= MIN_SHARED_TOKENS
-
     def _decode(self) -> list[Event]:
-        """Draw the next token of every row."""
         width = self._cache.width
         try:
             hidden_BD = self._decoder.step(self._cache, [row.next_input() for row in self.rows])

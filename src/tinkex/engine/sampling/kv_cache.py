@@ -91,11 +91,10 @@ class KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers
     def copy_prefix(self, width: int) -> KVLayer:
         """Return a copy of the first `width` columns, with room to grow."""
         copy = KVLayer()
-        copy._allocate(self.keys, self.values, self.rows, _grown(width))
-        copied = slice(self.start, self.start + width)
-        copy.keys[:, :, :width] = self.keys[: self.rows, :, copied]
-        copy.values[:, :, :width] = self.values[: self.rows, :, copied]
-        copy.rows, copy.end = self.rows, width
+        if self.is_initialized:
+            copy.keys, copy.values, copy.is_initialized = self.keys, self.values, True
+            copy.rows, copy.start, copy.end = self.rows, self.start, self.start + width
+            copy._reallocate(self.rows, width, _grown(width))
         return copy
 
     def keep_rows(self, order: Sequence[int], width: int) -> None:
@@ -157,13 +156,8 @@ class KVCache(Cache):
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.kv_layers)
 
     def copy_prefix(self, width: int) -> KVCache:
-        """Return a copy of the first `width` columns."""
         copy = KVCache()
-        for layer in self.layers:
-            if isinstance(layer, KVLayer) and layer.is_initialized:
-                copy.layers.append(layer.copy_prefix(width))
-            else:
-                copy.layers.append(KVLayer())
+        copy.layers += [layer.copy_prefix(width) for layer in self.layers if isinstance(layer, KVLayer)]
         return copy
 
     def add_rows(self, prompt: KVCache, count: int, *, copies_prompt: bool = True, reserved_rows: int = 0) -> None:
@@ -191,7 +185,10 @@ class KVCache(Cache):
         The last rows move into the gaps, so that few rows are copied. Columns that only removed rows used are freed.
         `lengths`: the tokens of all old rows.
         """
-        order = order_after_removal(len(lengths), removed)
+        gaps = set(removed)
+        remaining = len(lengths) - len(gaps)
+        fillers = [row for row in range(remaining, len(lengths)) if row not in gaps]
+        order = [row if row not in gaps else fillers.pop() for row in range(remaining)]
         width = max((lengths[row] for row in order), default=0)
         for layer in self.kv_layers:
             layer.keep_rows(order, width)
@@ -201,14 +198,6 @@ class KVCache(Cache):
         """Cut all layers back to `width` columns: removes what a forward pass wrote before it failed."""
         for layer in self.kv_layers:
             layer.end = layer.start + width
-
-
-def order_after_removal(count: int, removed: Sequence[int]) -> list[int]:
-    """Return the old index of every row after the removal, when the last rows fill the gaps."""
-    gaps = set(removed)
-    remaining = count - len(gaps)
-    fillers = [row for row in range(remaining, count) if row not in gaps]
-    return [row if row not in gaps else fillers.pop() for row in range(remaining)]
 
 
 def padding_mask(lengths: Sequence[int], width: int, device: torch.device) -> Tensor | None:

@@ -55,10 +55,6 @@ class PrefixCache:
     def tokens(self) -> int:
         return sum(len(tokens) + OVERHEAD_TOKENS for _, tokens in self._prompts)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(prompt.cache.nbytes for prompt in self._prompts.values())
-
     def lookup(self, prompt: CachedPrompt) -> CachedPrompt:
         """Return the same prompt if it is cached; else `prompt` itself, with the longest cached prefix copied in."""
         name = (prompt.key, prompt.tokens)

@@ -59,7 +59,6 @@ class Sampler:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of all KV caches."""
         return sum(batch.cache_bytes for batch in self._batches.values())
 
     def add(self, number: int, spec: SampleSpec) -> None:

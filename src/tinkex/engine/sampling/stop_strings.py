@@ -61,7 +61,6 @@ class StopStrings:
 
 
 def load_tokenizer(folder: str, name: str) -> Tokenizer:
-    """Load the tokenizer of a model's folder."""
     from tokenizers import Tokenizer
 
     path = Path(folder) / "tokenizer.json"
