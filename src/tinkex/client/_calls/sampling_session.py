@@ -122,9 +122,9 @@ class PollBatch:
             try:
                 response = await attempts.run(self._ask)
             except TinkexError:
-                for waiter in self._waiters.values():
-                    if not waiter.done():
-                        waiter.set_result(None)
+                for pending in self._waiters.values():
+                    if not pending.done():
+                        pending.set_result(None)
                 return
             self._cursor = response.cursor
             for completion in response.completions:
