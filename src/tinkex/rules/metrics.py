@@ -102,18 +102,10 @@ def _last(values: list[Number]) -> Number:
     return values[-1]
 
 
-def _hash2(values: list[Number]) -> Number:
-    return sum(map(int, values)) % 2**64
-
-
-def _hash_unordered(values: list[Number]) -> Number:
-    return hash(tuple(sorted(map(int, values))))
-
-
 _REDUCERS: Final[dict[str, Callable[[list[Number]], Number]]] = {
     "sum": _sum,
     "min": _smallest,
     "max": _largest,
-    "hash2": _hash2,
-    "hash_unordered": _hash_unordered,
+    "hash2": lambda values: sum(map(int, values)) % 2**64,
+    "hash_unordered": lambda values: hash(tuple(sorted(map(int, values)))),
 }

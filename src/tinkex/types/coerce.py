@@ -159,11 +159,6 @@ def _datetime(value: Any) -> dt.datetime:
     raise Mismatch(f"expected a time, got {describe(value)}")
 
 
-def _none(value: Any) -> None:
-    if value is not None:
-        raise Mismatch(f"expected None, got {describe(value)}")
-
-
 _SCALARS: dict[Any, Coercer] = {
     int: _int,
     float: _float,
@@ -171,7 +166,6 @@ _SCALARS: dict[Any, Coercer] = {
     bool: _bool,
     bytes: _bytes,
     dt.datetime: _datetime,
-    type(None): _none,
 }
 
 

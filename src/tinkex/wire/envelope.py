@@ -67,7 +67,7 @@ def read(
     """
     try:
         if status == 408:
-            return Pending(*_queue(_lenient(content)))
+            return Pending(*_queue(_json_or_none(content)))
         return _read_success(headers, content, result_type, sequence_ids)
     except APIResponseValidationError as error:
         message = f"{error.message} (request {request_id})"
@@ -116,12 +116,11 @@ def _size(obj: dict[str, Any]) -> int:
     return size
 
 
-def _lenient(content: bytes) -> Any:
-    """Return the body of a response whose status is enough: decoded JSON if it is JSON, text otherwise."""
+def _json_or_none(content: bytes) -> Any:
     try:
         return json_codec.decode(content)
     except ValueError:
-        return content.decode("utf-8", "replace")
+        return None  # the status is enough
 
 
 class Accepted(NamedTuple):
