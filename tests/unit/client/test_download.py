@@ -364,6 +364,18 @@ def test_a_damaged_archive_says_what_to_do(tmp_path: Path, content: bytes) -> No
         unpack(tmp_path / "a.tar", tmp_path / "out")
 
 
+def test_an_archive_that_expands_without_end_is_rejected(tmp_path: Path) -> None:
+    """Half a megabyte of gzip that becomes 512 MB."""
+    archive = tmp_path / "a.tar"
+    with tarfile.open(archive, "w:gz", compresslevel=9) as tar:
+        member = tarfile.TarInfo("zeros")
+        member.size = 512 << 20
+        tar.addfile(member, io.BytesIO(bytes(member.size)))
+    with pytest.raises(TinkexError, match="larger than"):
+        unpack(archive, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_archive_cut_short_leaves_no_file_that_looks_whole(tmp_path: Path) -> None:
     made = make_tar(tmp_path / "a.tar", tarfile.TarInfo("b"))
     made.write_bytes(made.read_bytes()[:514])

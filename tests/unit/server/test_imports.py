@@ -12,6 +12,7 @@ import pytest
 
 import tinkex
 from tests.unit.server.conftest import Answer, Served
+from tinkex.archive import BLOCK
 from tinkex.client.download import download_checkpoint
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame
@@ -99,8 +100,8 @@ def _nothing_is_left(served: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"no tar", "not a complete tar"),
-        (ADAPTER[:700], "not a complete tar"),
+        (b"no tar", "cannot be unpacked as a tar"),
+        (ADAPTER[:700], "cannot be unpacked as a tar"),
         (tar(adapter_config__json=CONFIG), "no adapter_model.safetensors"),
         (tar(adapter_model__bin=b"x", adapter_config__json=CONFIG), "no adapter_model.safetensors"),
         (tar(adapter_config__json=b"[]", adapter_model__safetensors=WEIGHTS), "not a JSON object"),
@@ -118,6 +119,28 @@ def test_a_body_that_is_not_an_adapter_is_rejected_and_leaves_no_file(
     assert reason in answer.json["detail"]
     assert engine.ran == []
     _nothing_is_left(served)
+
+
+@pytest.mark.parametrize("where", ["config", "header"])
+def test_deeply_nested_json_in_an_adapter_is_rejected(served: Served, engine: Engine, where: str) -> None:
+    deep = b"[" * 100_000
+    config = deep if where == "config" else CONFIG
+    weights = len(deep).to_bytes(8, "little") + deep if where == "header" else WEIGHTS
+    answer = served.ask("POST", PLACE, tar(adapter_config__json=config, adapter_model__safetensors=weights))
+    assert (answer.status, answer.json["code"]) == (400, "bad_adapter")
+
+
+def test_a_tar_with_a_negative_size_does_not_stop_the_server(served: Served, engine: Engine) -> None:
+    """`tarfile` reads the same header for ever, in a thread that nothing can end."""
+    member = tarfile.TarInfo("README.md")
+    header = bytearray(member.tobuf())
+    header[124:136] = (-BLOCK).to_bytes(12, "big", signed=True)
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    hostile = tar(adapter_config__json=CONFIG)[: 2 * BLOCK] + header + bytes(20 * BLOCK)
+    for _ in range(8):  # more than there are threads
+        answer = served.ask("POST", PLACE, hostile)
+        assert (answer.status, answer.json["code"]) == (400, "bad_archive")
 
 
 def test_paths_and_links_in_an_archive_are_ignored(served: Served, engine: Engine, tmp_path: Path) -> None:
@@ -158,7 +181,7 @@ def test_an_archive_that_is_too_large_is_rejected_before_it_is_read(served: Serv
 
 def test_a_file_in_an_archive_that_is_too_large_is_not_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(ADAPTER)
-    with pytest.raises(RequestRejected, match="too large"):
+    with pytest.raises(RequestRejected, match="larger than"):
         unpack(tmp_path / "a.tar", tmp_path / "out", max_bytes=len(CONFIG))
 
 

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import gzip
-import shutil
-import tarfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import BinaryIO, Final, cast
 
+from tinkex.archive import BadArchive, Member, members
 from tinkex.errors import TinkexError
+
+MAX_MEMBERS: Final = 10_000
+MAX_RATIO: Final = 100
+"""Times that an archive may expand. One of an adapter that was never trained, half of it zeros, expands six times."""
+FREE_BYTES: Final = 64 << 20
+"""Archives may expand to this size whatever their own."""
 
 
 def unpack(archive: Path, folder: Path) -> list[Path]:
-    """The files of a tar archive (plain or gzip), written below `folder`; gives their paths. Checks all names first."""
+    """Write the files of a tar archive (plain or gzip) below `folder`; return their paths. Checks all names first."""
     try:
-        with archive.open("rb") as file:
-            is_gzip = file.read(2) == b"\x1f\x8b"
-        with tarfile.open(archive, "r:gz" if is_gzip else "r:") as tar:
-            files = [
-                (member, safe_path(folder, member.name)) for member in tar.getmembers() if _is_file(archive, member)
-            ]
-            for member, target in files:
-                _write(tar, member, target)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        with _opened(archive) as entries:
+            targets = [safe_path(folder, member.name) for member in entries if member.is_file]
+        with _opened(archive) as entries:
+            for member, target in zip((member for member in entries if member.is_file), targets, strict=True):
+                _write(member, target)
+    except (BadArchive, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TinkexError(f"{archive} cannot be unpacked: {error}. Delete it and download again.") from None
     except OSError as error:
         raise TinkexError(f"{archive} cannot be unpacked: {error.strerror or error}.") from error
-    return [target for _, target in files]
+    return targets
+
+
+@contextmanager
+def _opened(archive: Path) -> Iterator[Iterator[Member]]:
+    with archive.open("rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        max_bytes = max(archive.stat().st_size * MAX_RATIO, FREE_BYTES)
+        content = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_gzip else file
+        yield members(content, MAX_MEMBERS, max_bytes)
 
 
 def safe_path(folder: Path, name: str) -> Path:
@@ -38,18 +53,10 @@ def safe_path(folder: Path, name: str) -> Path:
     return folder.joinpath(*parts)
 
 
-def _is_file(archive: Path, member: tarfile.TarInfo) -> bool:
-    if not (member.isfile() or member.isdir()):
-        raise TinkexError(f"{archive.name} holds {member.name!r}, which is neither a file nor a folder.")
-    return member.isfile()
-
-
-def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
-    source = tar.extractfile(member)
-    assert source is not None  # a file, as was checked
+def _write(member: Member, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # A file that has its name is whole. Owner, mode and links of the archive are left behind on purpose.
     part = target.with_name(target.name + ".part")
-    with source, part.open("wb") as file:
-        shutil.copyfileobj(source, file, 1 << 20)
+    with part.open("wb") as file:
+        file.writelines(member.blocks())
     part.replace(target)

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import shutil
-import tarfile
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
+import orjson
 from starlette.requests import Request
 
+from tinkex.archive import BadArchive, Member, members
 from tinkex.server.http.errors import RequestRejected, bad_request
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INCOMING = "incoming"
 """The folder for uploads; the janitor empties it after a crash."""
 MAX_ARCHIVE_BYTES = 4_000_000_000
+MAX_MEMBERS = 64
+"""An adapter has two files; PEFT adds a README, and tar on macOS two entries for each."""
 MOST_RANK = 1024
 _MAX_CONFIG_BYTES = 1_000_000
-_MAX_HEADER_BYTES = 50_000_000
+_MAX_HEADER_BYTES = 10_000_000
+"""Of the list of tensors: 150 bytes each."""
 _BATCH = 4 << 20
 
 
@@ -75,19 +78,16 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_ARCHIVE_BYTES) -> A
     folder.mkdir()
     files: dict[str, dict[str, Any]] = {}
     try:
-        with tarfile.open(archive, "r:") as opened:  # without compression: a small body cannot expand
-            for member in opened:
+        with archive.open("rb") as content:  # without compression: a small body cannot expand
+            for member in members(content, MAX_MEMBERS, max_bytes):
                 name = member.name.removeprefix("./")
-                if name not in (WEIGHTS, CONFIG) or not member.isreg() or member.issparse():
+                if name not in (WEIGHTS, CONFIG) or not member.is_file:
                     continue
-                if name in files or member.size > max_bytes:
-                    raise bad_request(f"The archive holds {name} twice, or it is too large.", "bad_archive")
-                content = opened.extractfile(member)
-                assert content is not None
-                with content, (folder / name).open("xb") as file:
-                    files[name] = _copy(content, file)  # type: ignore[arg-type]
-    except (tarfile.TarError, EOFError) as error:
-        raise bad_request(f"The body is not a complete tar archive: {error}.", "bad_archive") from None
+                if name in files:
+                    raise bad_request(f"The archive holds {name} twice.", "bad_archive")
+                files[name] = _write(member, folder / name)
+    except BadArchive as error:
+        raise bad_request(f"The body cannot be unpacked as a tar archive: {error}.", "bad_archive") from None
     if missing := sorted({WEIGHTS, CONFIG} - files.keys()):
         raise bad_request(
             f"The archive has no {' and no '.join(missing)} at its top. Send exactly the two files that PEFT's "
@@ -97,18 +97,19 @@ def unpack(archive: Path, folder: Path, max_bytes: int = MAX_ARCHIVE_BYTES) -> A
     return AdapterUpload(rank=_rank(folder / CONFIG), **_flags(_tensor_names(folder / WEIGHTS)), files=files)
 
 
-def _copy(content: BinaryIO, file: BinaryIO) -> dict[str, Any]:
-    """Copy a file, and return its size and checksum."""
-    digest, size = hashlib.sha256(), 0
-    while block := content.read(1 << 20):
-        digest.update(block)
-        size += file.write(block)
-    return {"size_bytes": size, "sha256": digest.hexdigest()}
+def _write(member: Member, path: Path) -> dict[str, Any]:
+    """Write a file of the archive, and return its size and checksum."""
+    digest = hashlib.sha256()
+    with path.open("xb") as file:
+        for block in member.blocks():
+            digest.update(block)
+            file.write(block)
+    return {"size_bytes": member.size, "sha256": digest.hexdigest()}
 
 
 def _rank(config: Path) -> int:
     try:
-        fields = json.loads(config.read_text(encoding="utf-8")) if config.stat().st_size <= _MAX_CONFIG_BYTES else None
+        fields = orjson.loads(config.read_bytes()) if config.stat().st_size <= _MAX_CONFIG_BYTES else None
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
@@ -125,7 +126,7 @@ def _tensor_names(weights: Path) -> list[str]:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(size) if size <= min(_MAX_HEADER_BYTES, weights.stat().st_size) else b""
     try:
-        tensors = json.loads(header)
+        tensors = orjson.loads(header)
     except ValueError:
         tensors = None
     if not isinstance(tensors, dict):
