@@ -1,0 +1,240 @@
+"""One schedule from start to verdict: starts everything, runs the programs, breaks things, heals them, looks, checks."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults import hooks
+from tests.faults.checker import Expectation, Expected, Violation, check, expected_of
+from tests.faults.databases import AnyDatabase, BreakablePostgres, PostgresSchema, SqliteFile
+from tests.faults.history import FaultRecord, History, Recorder, Stall, timeline
+from tests.faults.program import PROGRAMS, program_of
+from tests.faults.proxy import Proxy
+from tests.faults.schedule import NAMES, Schedule, schedule_of, undisturbed
+from tests.faults.supervisor import Disk, Supervisor
+from tests.faults.tenant import Board, Tenant, final_run, key_of
+from tinkex import clock
+
+PROGRAM_WITHIN_S = 150.0
+CLOSED_WITHIN_S = 3.0
+PATIENCE = 0.25
+"""The client's pauses between attempts, as a share of what they are. A schedule would be pauses mostly."""
+KNOWN_THREADS = ("MainThread", "proxy", "tinkex-loop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    schedule: Schedule
+    history: History
+    violations: list[Violation]
+    seconds: float
+    timeline: str
+    log: str
+
+    def report(self) -> str:
+        """Return the violations, and how to see them again."""
+        if not self.violations:
+            return f"seed {self.schedule.seed}: kept every promise ({self.seconds:.1f} s)"
+        lines = [f"seed {self.schedule.seed}: {len(self.violations)} violations ({self.seconds:.1f} s)"]
+        lines += [f"  {violation}" for violation in self.violations]
+        lines += [f"  to see it again: python -m tests.faults --seed {self.schedule.seed}"]
+        return "\n".join(lines)
+
+
+class Bench:
+    """What schedules of one process share: the warm process, one PostgreSQL, the hooks of this process."""
+
+    def __init__(self, warmth: str) -> None:
+        self._warmth = warmth
+        self._postgres: BreakablePostgres | None = None
+        self._stalls: list[dict[str, object]] = []
+        _hurry()
+        hooks.watch_loops(self._stalls.append)
+
+    def close(self) -> None:
+        if self._postgres is not None:
+            self._postgres.stop()
+
+    def run(self, schedule: Schedule, expected: Mapping[int, Expected] | None = None) -> Outcome:
+        """Run a schedule. Without an expectation nothing is compared with the undisturbed run."""
+        recorder = Recorder()
+        self._stalls.clear()
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinkex-faults-")))
+            disk = Disk(folder / "data")
+            stack.callback(disk.close)
+            database = self._database(schedule, disk)
+            stack.callback(database.close)
+            flags = ["--snapshot-every-s", str(schedule.snapshot_every_s)]
+            flags += [word for name in schedule.programs for word in ("--api-key", key_of(name))]
+            warmth = None if schedule.is_cold else self._warmth
+            server = Supervisor(folder, database, disk, recorder, flags=flags, warmth=warmth)
+            stack.callback(server.kill_all)
+            _play(schedule, server, recorder)
+            log = server.log()
+        self._add_stalls(recorder)
+        by_tenant = {} if expected is None else {name: expected[number] for name, number in schedule.programs.items()}
+        violations = check(recorder.history, Expectation(by_tenant=by_tenant))
+        return Outcome(
+            schedule=schedule,
+            history=recorder.history,
+            violations=violations,
+            seconds=recorder.now(),
+            timeline=timeline(recorder.lines),
+            log=log,
+        )
+
+    def expectations(self) -> dict[int, Expected]:
+        """Run every program once, undisturbed, a few tenants at a time."""
+        expected: dict[int, Expected] = {}
+        for first in range(0, PROGRAMS, len(NAMES)):
+            programs = dict(zip(NAMES, range(first, min(first + len(NAMES), PROGRAMS)), strict=False))
+            outcome = self.run(undisturbed(programs))
+            assert not outcome.violations, f"undisturbed:\n{outcome.report()}\n{outcome.timeline}"
+            expected |= {number: expected_of(outcome.history, name) for name, number in programs.items()}
+        return expected
+
+    def _database(self, schedule: Schedule, disk: Disk) -> AnyDatabase:
+        if schedule.database == "sqlite":
+            return SqliteFile(disk.folder)
+        if self._postgres is None:
+            self._postgres = BreakablePostgres()
+        return PostgresSchema(self._postgres, f"seed_{schedule.seed}")
+
+    def _add_stalls(self, recorder: Recorder) -> None:
+        for row in list(self._stalls):
+            if str(row["thread"]).startswith("tinkex"):
+                began_s = float(str(row["began"])) - recorder.began
+                stall = Stall(
+                    loop="the client", began_s=began_s, seconds=float(str(row["seconds"])), what=str(row["what"])
+                )
+                recorder.history.stalls.append(stall)
+
+
+def _play(schedule: Schedule, server: Supervisor, recorder: Recorder) -> None:
+    """Run the programs while things break, then look at what is left."""
+    board = Board()
+    proxy = Proxy([server.port], schedule.network, recorder, _spy(board))
+    try:
+        server.start()
+        server.wait_until_ready()
+        recorder.say("ready")
+        tenants = [Tenant(name, program_of(number), proxy.url, recorder, board)
+                   for name, number in schedule.programs.items()]  # fmt: skip
+        for tenant in tenants:
+            tenant.thread.start()
+        is_over = threading.Event()
+        breaker = threading.Thread(
+            target=_break_things, args=(schedule, server, proxy, recorder, is_over), name="breaker", daemon=True
+        )
+        breaker.start()
+        end = time.monotonic() + PROGRAM_WITHIN_S
+        for tenant in tenants:
+            tenant.thread.join(max(end - time.monotonic(), 0.1))
+        is_over.set()
+        breaker.join(30)
+        _wait_closed(proxy, recorder)
+        requests = proxy.requests
+        _look(server, tenants, recorder)
+        if proxy.requests > requests:
+            recorder.history.left_over.append(f"Clients sent {proxy.requests - requests} requests after close().")
+        server.stop()
+        recorder.history.stalls += server.stalls()
+        recorder.say("stopped")
+    except Exception as error:
+        recorder.history.crashes.append(f"The schedule broke off: {type(error).__name__}: {error}")
+    finally:
+        proxy.close()
+
+
+def _break_things(
+    schedule: Schedule, server: Supervisor, proxy: Proxy, recorder: Recorder, is_over: threading.Event
+) -> None:
+    """Do the heavy faults one after the other, each when its request has passed."""
+    for fault in schedule.heavy:
+        if not proxy.wait_for_training_requests(fault.at, is_over.is_set):
+            recorder.say(f"not reached: {fault}")
+            continue
+        threading.Event().wait(fault.delay_s)
+        began_s = recorder.now()
+        recorder.say(f"begins: {fault}")
+        note = ""
+        try:
+            if fault.kind == "partition":
+                proxy.partition(True)
+                threading.Event().wait(fault.seconds)
+                proxy.partition(False)
+            else:
+                note = server.commit(fault)
+        except Exception as error:
+            note = f"{type(error).__name__}: {error}"
+            recorder.history.crashes.append(f"The fault {fault} could not be done: {note}")
+        record = FaultRecord(what=fault.kind, began_s=began_s, ended_s=recorder.now(), note=note)
+        recorder.add(recorder.history.faults, record)
+        recorder.say(f"ends: {fault.kind} {note}")
+    server.heal()
+
+
+def _look(server: Supervisor, tenants: list[Tenant], recorder: Recorder) -> None:
+    """Ask the server itself, past the proxy, for the final state."""
+    server.check_alive()
+    server.wait_until_ready()
+    for tenant in tenants:
+        try:
+            final = final_run(server.url, tenant)
+        except Exception as error:
+            recorder.say(f"no final state of {tenant.name}: {type(error).__name__}: {error}")
+            continue
+        recorder.history.finals.append(final)
+        recorder.say(f"final state of {tenant.name}: {final}")
+
+
+def _wait_closed(proxy: Proxy, recorder: Recorder) -> None:
+    """Record what is still there a while after every client was closed."""
+    end = time.monotonic() + CLOSED_WITHIN_S
+    while (left := _left(proxy)) and time.monotonic() < end:
+        threading.Event().wait(0.02)
+    recorder.history.left_over += left
+
+
+def _left(proxy: Proxy) -> list[str]:
+    left = [f"The thread {thread.name} still runs after close()." for thread in threading.enumerate()
+            if not thread.name.startswith(KNOWN_THREADS)]  # fmt: skip
+    # Idle connections stay for a minute, for the next client of this process (client/_http/pool.py).
+    if proxy.in_flight:
+        left.append(f"{proxy.in_flight} requests are still in flight after close().")
+    return left
+
+
+def _spy(board: Board) -> Callable[[str, bytes], str | None]:
+    owners = {key_of(name): name for name in NAMES}
+
+    def owner_of(key: str, body: bytes) -> str | None:
+        reader = owners.get(key)
+        if b"is not known" in body:
+            return None  # the failure of an intrusion, which repeats the path that was asked for
+        for owner, run_id in list(board.runs.items()):
+            if reader is not None and owner != reader and run_id.encode() in body:
+                return owner
+        return None
+
+    return owner_of
+
+
+def _hurry() -> None:
+    """Shorten the client's pauses."""
+
+    async def sleep(self: clock.Clock, seconds: float) -> None:
+        await asyncio.sleep(seconds * PATIENCE)
+
+    clock.Clock.sleep = sleep  # type: ignore[method-assign]
+
+
+__all__ = ["Bench", "Outcome", "schedule_of"]

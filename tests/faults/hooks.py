@@ -1,0 +1,122 @@
+"""What a forked server has that a plain `tinkex serve` has not: quick engines, a clock that can jump, a watch on its loop.
+
+Installed after the fork and before the command runs. Nothing of the package is changed but `tinkex.clock`, which is its
+only reader of time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tinkex import clock
+
+ENGINE_MODULE = "tinkex.engine.process.main"
+OFFSET = struct.Struct("<d")
+STALL_NOTED_S = 0.1
+"""Callbacks that hold a loop longer than this are written down; the checker has the bound."""
+HOUSEKEEPING_S = (20.0, 60.0)
+"""Sleeps of this length are those of the server's upkeep, every 30 s; a schedule takes a few seconds."""
+UPKEEP_EVERY_S = 0.3
+
+
+def jump_clock(file: Path) -> None:
+    """Let the seconds in `file` (one double) be added to wall time. Monotonic time never jumps, as in real systems."""
+    with file.open("r+b") as opened:
+        shared = mmap.mmap(opened.fileno(), OFFSET.size)
+
+    def wall(self: clock.Clock) -> float:
+        return time.time() + float(OFFSET.unpack_from(shared)[0])
+
+    async def sleep(self: clock.Clock, seconds: float) -> None:
+        is_upkeep = HOUSEKEEPING_S[0] <= seconds <= HOUSEKEEPING_S[1]
+        await asyncio.sleep(UPKEEP_EVERY_S if is_upkeep else seconds)
+
+    clock.Clock.wall = wall  # type: ignore[method-assign]
+    clock.Clock.sleep = sleep  # type: ignore[method-assign]
+
+
+def watch_loops(note: Callable[[dict[str, Any]], None]) -> None:
+    """Call `note` for every callback that holds an event loop of this process for long."""
+    run = asyncio.events.Handle._run
+
+    def timed_run(self: asyncio.events.Handle) -> None:
+        began = time.monotonic()
+        run(self)
+        taken_s = time.monotonic() - began
+        if taken_s > STALL_NOTED_S:
+            note({"began": began, "seconds": taken_s, "thread": threading.current_thread().name, "what": repr(self)})
+
+    asyncio.events.Handle._run = timed_run  # type: ignore[method-assign]
+
+
+def note_in(file: Path) -> Callable[[dict[str, Any]], None]:
+    """Return a function that appends a line of JSON, which survives kill -9."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return lambda row: void(os.write(descriptor, json.dumps(row).encode() + b"\n"))
+
+
+def void(_: object) -> None:
+    """Drop a value."""
+
+
+def fork_engines() -> None:
+    """Start engines by fork instead of by exec: the modules they would import for seconds are here already.
+
+    The child is a real one: same pipes, same parent, same exit codes, its own process.
+    """
+    fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
+
+    def start(*args: Any) -> int:
+        words = [os.fsdecode(word) for word in args[0]]
+        if ENGINE_MODULE not in words:
+            return int(fork_exec(*args))
+        # args[6:14]: p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, errpipe_read, errpipe_write
+        stdin, stdout, stderr = args[6], args[9], args[11]
+        pid = os.fork()
+        if pid == 0:
+            _be_engine(words, stdin, stdout, stderr)
+        return pid
+
+    subprocess._fork_exec = start  # type: ignore[attr-defined]
+
+
+def _be_engine(words: list[str], stdin: int, stdout: int, stderr: int) -> None:
+    """Run the engine's main function as `python -m` would. Never returns."""
+    status = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for target, source in ((0, stdin), (1, stdout), (2, stderr)):
+            os.dup2(source, target)
+        os.closerange(3, 4096)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
+        sys.argv = words
+        import logging
+
+        logging.root.handlers.clear()
+        logging.root.manager.loggerDict.clear()
+        # The running loop is the server's: in this process there is none.
+        asyncio.events._set_running_loop(None)
+        from tinkex.engine.process import main
+
+        main.main()
+        status = 0
+    except BaseException:
+        import traceback
+
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
