@@ -15,8 +15,8 @@ from tests.faults.history import Call, FinalRun, History, Value
 STALL_BOUND_S = 1.0
 """No callback may hold an event loop longer. Guessed: ten times what is usual with two schedules on two busy cores."""
 Promise = Literal[
-    "answered", "succeeded", "exact results", "once and in order", "exact weights", "readable", "isolated", "nothing left",
-    "no stall", "no crash",
+    "answered", "succeeded", "exact results", "once and in order", "exact weights", "readable", "isolated",
+    "nothing left", "no stall", "no crash",
 ]  # fmt: skip
 
 
@@ -114,9 +114,12 @@ def _order(final: FinalRun, expected: Expected) -> Iterator[Violation]:
             f"{final.tenant}'s run has {len(losses)} steps in the journal, undisturbed {len(expected.losses)}.",
         )
     elif losses != expected.losses:
-        first = next(index for index, pair in enumerate(zip(losses, expected.losses, strict=True)) if pair[0] != pair[1])
+        first = next(
+            index for index, pair in enumerate(zip(losses, expected.losses, strict=True)) if pair[0] != pair[1]
+        )
         yield _violation(
-            "once and in order", f"The losses of {final.tenant}'s run differ from the undisturbed ones from step {first}."
+            "once and in order",
+            f"The losses of {final.tenant}'s run differ from the undisturbed ones from step {first}.",
         )
 
 
@@ -162,7 +165,8 @@ def _stalls(history: History) -> Iterator[Violation]:
         if stall.seconds > STALL_BOUND_S and not is_excused:
             yield _violation(
                 "no stall",
-                f"A callback held the loop of {stall.loop} for {stall.seconds:.2f} s at {stall.began_s:.2f} s: {stall.what}",
+                f"A callback held the loop of {stall.loop} for {stall.seconds:.2f} s at {stall.began_s:.2f} s: "
+                f"{stall.what}",
             )
 
 

@@ -1,4 +1,4 @@
-"""One schedule from start to verdict: starts everything, runs the programs, breaks things, heals them, looks, checks."""
+"""Runs one schedule: starts everything, runs the programs, breaks things, heals them, and checks what is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forked server has that a plain `tinkex serve` has not: quick engines, a clock that can jump, a watch on its loop.
+"""Gives a forked server what `tinkex serve` has not: quick engines, a clock that can jump, a watch on its loop.
 
 Installed after the fork and before the command runs. Nothing of the package is changed but `tinkex.clock`, which is its
 only reader of time.

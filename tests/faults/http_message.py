@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 
 async def read_message(reader: asyncio.StreamReader, *, is_response: bool, has_no_body: bool = False) -> Message | None:
-    """Read the next message; None if the other side closed before one began. Raises IncompleteReadError in the middle."""
+    """Read the next message; None if there is none any more. Raises IncompleteReadError in the middle of one."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
@@ -37,7 +37,9 @@ async def read_message(reader: asyncio.StreamReader, *, is_response: bool, has_n
             raise
         return None
     start, *lines = head.decode("latin-1").split("\r\n")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+    headers = {
+        name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
+    }
     if has_no_body or (is_response and int(start.split()[1]) in (204, 304)):
         return Message(start, headers, head)
     if headers.get("transfer-encoding", "").lower() == "chunked":

@@ -114,9 +114,7 @@ def schedule_of(seed: int) -> Schedule:
 def _network(dice: random.Random, requests: int) -> tuple[NetworkFault, ...]:
     ordinals = sorted(dice.sample(range(2, requests), dice.randrange(3, 10)))
     return tuple(
-        NetworkFault(
-            kind=dice.choice(NETWORK_KINDS), at=at, seconds=dice.choice((0.02, 0.1, 0.4)), share=dice.random()
-        )
+        NetworkFault(kind=dice.choice(NETWORK_KINDS), at=at, seconds=dice.choice((0.02, 0.1, 0.4)), share=dice.random())
         for at in ordinals
     )
 
@@ -127,7 +125,9 @@ def _heavy(dice: random.Random, requests: int, is_cold: bool) -> tuple[HeavyFaul
     engine_deaths = 0
     for at in sorted(dice.sample(range(1, requests), count)):
         # A cold server has no clock that can jump.
-        kind = dice.choice([kind for kind in HEAVY_KINDS if not (is_cold and kind in ("jump clock", "expire sessions"))])
+        kind = dice.choice(
+            [kind for kind in HEAVY_KINDS if not (is_cold and kind in ("jump clock", "expire sessions"))]
+        )
         if kind in ("kill engine", "kill both"):
             engine_deaths += 1
             if engine_deaths > MOST_ENGINE_DEATHS:

@@ -317,7 +317,7 @@ def _group_is_gone(pid: int, seconds: float) -> bool:
 
 
 def members_of_group(group: int) -> list[int]:
-    """Return the processes of a group that have not ended. One that has ended and waits for its parent does not count."""
+    """Return the processes of a group that run. One that has ended and waits for its parent does not count."""
     members = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -21,6 +21,8 @@ MAX_NAME_LENGTH: Final = 200
 MAX_TTL_S: Final = 100 * 365 * 86400
 BASE_MAX_RANK: Final = 512
 """Allowed on every model. A wider model allows its own width; beyond both, a rank only costs memory."""
+MAX_DATUMS: Final = 1024
+"""Datums of one training call to our service. Clients ask for this number and split larger calls."""
 MAX_SAMPLES: Final = 1024
 """Samples of one request to our service."""
 MAX_TOPK: Final = 1024

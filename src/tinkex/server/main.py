@@ -31,6 +31,7 @@ from tinkex.server.training.worker import Worker
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.server.upkeep.janitor import Janitor
+from tinkex.server.upkeep.watchdog import Watchdog
 from tinkex.settings import ServeConfig, check_keys
 from tinkex.store.lock import DataLock
 from tinkex.store.store import Store
@@ -132,6 +133,8 @@ async def _run(
         logger.info("resumed %d queued operations", resumed)
     tasks = [asyncio.create_task(service.worker.run()), asyncio.create_task(Janitor(service).run())]
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    watchdog = Watchdog(service.clock, service.metrics.stall)
+    watchdog.start()
     try:
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([starting, stopped, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -146,6 +149,7 @@ async def _run(
         logger.info("stopping: finishing the work in progress; queued operations stay in the journal")
         await asyncio.gather(service.worker.drain(config.drain_s), service.sampling.drain(config.drain_s))
     finally:
+        watchdog.stop()
         service.waiters.wake_all()
         service.sampling.wake_all()
         server.should_exit = True

@@ -8,5 +8,6 @@ Others import:
     proto_codec  training and sampling messages as protobuf
     sse          server-sent events
     body         bytes with their content type and encoding
+    scan         how many elements a body has, before it is decoded
     dialect      JSON or protobuf
 """

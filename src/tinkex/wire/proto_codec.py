@@ -36,6 +36,8 @@ from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.proto_writer import MAP_VALUE, Parts, blob, double, entry, fields_of, integer, message, packed, text
 
 _REQUEST, _CONFIG, _DATUM = (fields_of(kind) for kind in (pb.ForwardBackwardRequest, pb.LossConfigValue, pb.Datum))
+DATUMS: int = _REQUEST.data
+"""The number of the field with the datums of a training pass."""
 _CHUNK, _TEXT, _IMAGE, _DMEL = (
     fields_of(kind) for kind in (pb.Chunk, pb.EncodedTextChunk, pb.ImageChunk, pb.DmelChunk)
 )

@@ -77,9 +77,10 @@ def test_containers_are_counted_or_overestimated(value: Any) -> None:
 
 def request(datums: int, chunks: int = 1) -> bytes:
     chunk = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=b"\x01\0\0\0" * 40))
-    return pb.ForwardBackwardRequest(
+    content: bytes = pb.ForwardBackwardRequest(
         model_id="m", seq_id=7, data=[pb.Datum(model_input=[chunk] * chunks)] * datums
     ).SerializeToString()
+    return content
 
 
 def test_datums_of_a_protobuf_body_are_counted() -> None:

@@ -44,7 +44,14 @@ class Metrics:
         )
         self._checkpoints = gauge("tinkex_checkpoints", "Checkpoints that are stored.")
         self._checkpoint_bytes = gauge("tinkex_checkpoint_bytes", "Bytes of those checkpoints.")
+        self._stalls = counter("tinkex_loop_stalls", "Times that the event loop was blocked for 50 ms or more.")
+        self._longest_stall = gauge("tinkex_loop_longest_stall_seconds", "The longest of those times.")
         ProcessCollector(namespace="tinkex_server", registry=registry)
+
+    def stall(self, longest_s: float) -> None:
+        """Count that the event loop was blocked. `longest_s` is the longest time so far."""
+        self._stalls.inc()
+        self._longest_stall.set(longest_s)
 
     def request(self, endpoint: str, status: int, seconds: float, tenant: str | None = None) -> None:
         """Count an HTTP request that got its response. `endpoint` is a name from the table of routes, never a path."""

@@ -22,8 +22,11 @@ from tinkex.wire.body import decompress
 
 IN_THREAD_BYTES = 256 << 10
 """Larger bodies are decoded in a thread, so that other requests need not wait."""
-MAX_JSON_BYTES = 64 << 20
-"""Limit for every call but training passes. Decoding JSON blocks the whole service: this much takes some 0.3 s."""
+MAX_JSON_BYTES = 4 << 20
+"""Limit for every call but training passes. Decoding JSON blocks the whole service: this much takes some 30 ms."""
+MAX_RATIO = 200
+FREE_BYTES = 16 << 20
+"""A compressed body may unfold to 16 MiB, or to 200 times its size. Weights that are all equal unfold 100 times."""
 BODY_IDLE_S = 60.0
 """How long to wait for the next piece of a body: a client that stops half-way must not keep the connection."""
 MAX_OFFSET = 2**53
@@ -85,7 +88,9 @@ class ApiRequest(Request):
             return content
         try:
             # A few bytes can take a second to decompress; other requests need not wait for it.
-            return await asyncio.to_thread(decompress, content, encoding, limit)
+            return await asyncio.to_thread(
+                decompress, content, encoding, min(limit, max(FREE_BYTES, MAX_RATIO * len(content)))
+            )
         except ValidationError as error:
             raise bad_request(str(error), "bad_encoding") from None
 

@@ -7,6 +7,7 @@ import datetime as dt
 from starlette.responses import Response
 
 from tinkex._version import __version__
+from tinkex.rules import limits
 from tinkex.server.http import views
 from tinkex.server.http.access import api_key_in
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response
@@ -17,7 +18,6 @@ from tinkex.store.store import Store
 
 SAMPLE_USE_RETRIEVE_FUTURES = False
 """Whether clients from 0.27 on poll for many samples with one call. Off until a measurement shows that it is better."""
-FWDBWD_MAX_CHUNK_LEN = 1024
 FWDBWD_MAX_CHUNK_BYTES = 5_000_000
 SAMPLE_MAX_CONCURRENT = 2000
 _MAX_AUDIT_ENTRIES = 10_000
@@ -33,7 +33,7 @@ async def client_config(request: ApiRequest) -> Response:
             "proto_compress_fwdbwd": False,
             "pjwt_auth_enabled": False,
             "sample_use_retrieve_futures": SAMPLE_USE_RETRIEVE_FUTURES,
-            "fwdbwd_max_chunk_len": FWDBWD_MAX_CHUNK_LEN,
+            "fwdbwd_max_chunk_len": limits.MAX_DATUMS,
             "fwdbwd_max_chunk_bytes_count": min(FWDBWD_MAX_CHUNK_BYTES, config.max_body_bytes // 2),
             "sample_max_concurrent_requests": min(SAMPLE_MAX_CONCURRENT, config.max_queued_samples),
             "tinkex": {"version": __version__, "stream": True, "tokenizers": True},

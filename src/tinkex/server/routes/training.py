@@ -18,6 +18,7 @@ from tinkex.server.http.fields import (
     optional_object,
     parse_as,
     parse_json_object,
+    parse_json_pass,
     parse_metadata,
     require_seq,
     require_text,
@@ -31,7 +32,10 @@ from tinkex.types.training import AdamParams, ForwardBackwardRequest, ForwardReq
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 from tinkex.wire import proto_codec
 from tinkex.wire.body import PROTOBUF
+from tinkex.wire.scan import check_message_fields
 
+MAX_FIELDS = 100_000
+"""Chunks, inputs of the loss and spans of all datums of a protobuf body. A datum of text has three or four."""
 ADAM_DEFAULTS = AdamParams().model_dump()
 """Old clients leave settings out."""
 Content = tuple[bytes, dict[str, Any], int]
@@ -124,6 +128,10 @@ class _PassRequest:
 
 def _read_protobuf(content: bytes, kind: str) -> _PassRequest:
     try:
+        check_message_fields(content, proto_codec.DATUMS, limits.MAX_DATUMS, MAX_FIELDS, "datums")
+    except ValidationError as error:  # nothing of such a body is read, so its run cannot be told
+        raise RequestRejected(413, str(error), error.code) from None
+    try:
         request = proto_codec.decode_forward_backward_request(content)
     except ValidationError as error:
         model_id, seq_id = proto_codec.peek_forward_backward_request(content)
@@ -134,7 +142,8 @@ def _read_protobuf(content: bytes, kind: str) -> _PassRequest:
 
 
 def _read_json(content: bytes, kind: str) -> _PassRequest:
-    body = parse_json_object(content)
+    name = "forward_input" if kind == "forward" else "forward_backward_input"
+    body = parse_json_pass(content, name) if len(content) > IN_THREAD_BYTES else parse_json_object(content)
     decoded = _PassRequest(kind, body.get("model_id"), body.get("seq_id"))
     try:
         if kind == "forward":

@@ -27,6 +27,8 @@ def check_data(
     """Raise for the first datum that does not fit; otherwise return how many tokens there are."""
     if not data:
         raise losses.no_data_error()
+    if len(data) > limits.MAX_DATUMS:
+        raise bad_request(f"The call has {len(data)} datums; at most {limits.MAX_DATUMS} go into one.", "too_many")
     losses.check_loss_name(loss_fn)
     total = targets = 0
     for index, datum in enumerate(data):

@@ -5,5 +5,6 @@ Others import:
     catalog.Catalog       the base models that are served
     folders               checkpoint folders inside the data folder
     adapter_files         a PEFT adapter that a client uploads
+    watchdog.Watchdog     measures how long the event loop is blocked, and by what
     janitor.Janitor       deletes what expired, and watches the disk
 """

@@ -27,7 +27,7 @@ MOST_CULPRITS = 100
 
 
 class Watchdog:
-    """Watches the running loop between `start` and `stop`. `on_stall` gets the seconds of each stall."""
+    """Watches the running loop between `start` and `stop`. `on_stall` gets the seconds of the longest stall so far."""
 
     def __init__(self, clock: Clock, on_stall: Callable[[float], None], stall_s: float = STALL_S) -> None:
         self._clock, self._on_stall, self._stall_s = clock, on_stall, stall_s
@@ -58,7 +58,7 @@ class Watchdog:
         self._beat = now
         if late_s >= self._stall_s:
             self.longest_s = max(self.longest_s, late_s)
-            self._on_stall(late_s)
+            self._on_stall(self.longest_s)
         self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._pulse)
 
     def _watch(self) -> None:
