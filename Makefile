@@ -7,7 +7,7 @@ LOCAL := $(VENV)/.local
 KERNELS := src/tinkex/engine/packed/kernels
 INPUTS := pyproject.toml constraints.txt pins.txt hatch_build.py $(KERNELS)/build.py $(wildcard $(KERNELS)/*.[ch])
 
-.PHONY: help demo prepare prepare-full test test-full coverage check format docs site bench conformance compatibility pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full test test-full coverage check format docs site bench conformance compatibility faults pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -36,6 +36,9 @@ test: prepare  ## all tests that fit into a few minutes
 
 test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
+
+faults: prepare  ## break a real service in seeded ways and check what it promises: SEEDS=100 FIRST=0
+	$(BIN)/python -m tests.faults --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0)
 
 coverage: test  ## the lines that make test does not reach, also as pages in build/coverage
 	$(BIN)/coverage html --quiet --directory build/coverage

@@ -102,6 +102,7 @@ def test_a_bad_archive_is_rejected_at_once(name: str) -> None:
         contents(BAD[name](), max_bytes=3000)
 
 
+@pytest.mark.timing
 def test_a_hundred_kilobytes_of_pax_header_take_no_time() -> None:
     """With `tarfile` of Python 3.11.7 the same bytes took 17 s, and held the interpreter for as long."""
     hostile = _pax(b"1" * 100_000 + b" ")
