@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-WIDTH, LINE, MARGIN = 1120, 19, 24
+LINE, LETTER, MARGIN = 19, 8.5, 24
+"""Pixels: the height of a line, the width of a letter, the space around the text."""
 PAGE = """<!doctype html><meta charset="utf-8"><style>
 body {{ margin: 0; background: #16181d; color: #d7dae0; }}
 pre {{ margin: 0; padding: {margin}px; font: 14px/{line}px "DejaVu Sans Mono", "JetBrains Mono", monospace; }}
@@ -31,14 +32,15 @@ def main(source: Path, target: Path) -> int:
     marked = text.replace("    right:", "    <b>right</b>:").replace("    wrong:", "    <i>wrong</i>:")
     # Dots come from another font, whose letters are wider: a curve would run past its axis.
     marked = re.sub("[\u2800-\u28ff]", r"<s>\g<0></s>", marked)
-    height = LINE * (text.count("\n") + 1) + 2 * MARGIN
+    lines = source.read_text(encoding="utf-8").rstrip().split("\n")
+    width, height = round(LETTER * max(map(len, lines))) + 2 * MARGIN, LINE * len(lines) + 2 * MARGIN
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(PAGE.format(text=marked, margin=MARGIN, line=LINE), encoding="utf-8")
         flags = (
             "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
         )
-        words = [*flags.split(), f"--user-data-dir={folder}/profile", f"--window-size={WIDTH},{height}"]
+        words = [*flags.split(), f"--user-data-dir={folder}/profile", f"--window-size={width},{height}"]
         words += ["--hide-scrollbars", f"--screenshot={target.resolve()}", page.as_uri()]
         subprocess.run([browser, *words], check=True, capture_output=True, timeout=60)
     return 0
