@@ -19,6 +19,7 @@ from tinkex.settings.client import LOG as LOG
 from tinkex.settings.client import SHARED_ENVIRONMENT as SHARED_ENVIRONMENT
 from tinkex.settings.client import Config as Config
 from tinkex.settings.client import is_loopback as is_loopback
+from tinkex.settings.client import is_loopback_host as is_loopback_host
 from tinkex.settings.client import log_level as log_level
 from tinkex.settings.client import normalise_url as normalise_url
 from tinkex.settings.client import proxy_for as proxy_for
@@ -28,7 +29,6 @@ from tinkex.settings.serve import KEY_PREFIX as KEY_PREFIX
 from tinkex.settings.serve import SERVE as SERVE
 from tinkex.settings.serve import ServeConfig as ServeConfig
 from tinkex.settings.serve import check_keys as check_keys
-from tinkex.settings.serve import is_loopback_host as is_loopback_host
 from tinkex.settings.serve import private_environment as private_environment
 from tinkex.settings.serve import resolve_serve as resolve_serve
 from tinkex.settings.serve import write_private_file as write_private_file

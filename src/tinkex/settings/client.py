@@ -120,8 +120,18 @@ def normalise_url(url: str) -> str:
 
 
 def is_loopback(base_url: str) -> bool:
-    host = urlsplit(base_url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether an address is on this machine. By number, not by how it begins: 127.example.com is somewhere else."""
+    return is_loopback_host(urlsplit(base_url).hostname or "")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a host is this machine, so that nobody else can reach a server that listens on it."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def proxy_for(url: str, config: Config) -> str | None:

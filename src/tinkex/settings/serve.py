@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinkex.errors import ConfigError
-from tinkex.settings.client import normalise_url
+from tinkex.settings.client import is_loopback_host, normalise_url
 from tinkex.settings.folders import cache_dir, data_dir
 from tinkex.settings.setting import Setting, check_names, count, gather, names, number, one_of, optional, text
 
@@ -103,16 +103,6 @@ def private_environment(file: Path) -> dict[str, str]:
     variables = {setting.variable for setting in SERVE}
     inherited = {name: value for name, value in os.environ.items() if name not in variables}
     return {**inherited, "TINKEX_CONFIG": str(file)}
-
-
-def is_loopback_host(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
-    import ipaddress
-
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def _keys_in(path: Path) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tinkex.errors import ConfigError
-from tinkex.settings import CLIENT, KEYLESS, Config, resolve, sources
+from tinkex.settings import CLIENT, KEYLESS, Config, is_loopback, resolve, sources
 
 LOCAL = "http://127.0.0.1:1"
 
@@ -59,3 +59,20 @@ def test_a_setting_of_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     file.write_text("[client]\nlog = 'debug'\n")
     with pytest.raises(ConfigError, match=r"unknown settings in \[client\]: log\."):
         resolve({"TINKEX_CONFIG": str(file), "TINKER_BASE_URL": LOCAL})
+
+
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [
+        ("http://127.0.0.1:8642", True),
+        ("http://127.4.5.6", True),
+        ("http://localhost:1", True),
+        ("http://[::1]:8642", True),
+        ("http://127.evil.example", False),
+        ("http://127.0.0.1.evil.example", False),
+        ("http://localhost.evil.example", False),
+    ],
+)
+def test_a_host_that_begins_like_this_machine_is_another_one(url: str, is_here: bool) -> None:
+    """Nobody else gets requests without a key, or past a proxy."""
+    assert is_loopback(url) is is_here
