@@ -60,9 +60,9 @@ def find_cached(name: str) -> Path | None:
 
 def download(name: str, progress: ProgressReport) -> Path:
     """Download a model. Raises HubUnreachable within seconds if the hub does not respond."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    address = str(constants.ENDPOINT)  # huggingface_hub's own setting (HF_ENDPOINT)
+    address = endpoint()
     if address in _unreachable:
         raise HubUnreachable(_unreachable[address])
     try:
@@ -97,6 +97,13 @@ def download(name: str, progress: ProgressReport) -> Path:
         ) from None
     progress(f"downloading {name}", total, total)
     return Path(folder)
+
+
+def endpoint() -> str:
+    """Return the address of the hub: huggingface_hub's own setting (HF_ENDPOINT)."""
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
 
 
 def _model_info(name: str, address: str) -> Any:
