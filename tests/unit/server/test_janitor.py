@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.server.conftest import Served
-from tinkex.server.upkeep.janitor import DISK_PAUSE, MIN_FREE_BYTES, MIN_ORPHAN_AGE_S, TICK_S, Janitor
+from tinkex.server.upkeep.janitor import (
+    DISK_PAUSE,
+    MIN_FREE_BYTES,
+    MIN_ORPHAN_AGE_S,
+    MIN_ORPHAN_SEEN_S,
+    TICK_S,
+    Janitor,
+)
 from tinkex.store.records import OperationRecord, SamplerRecord
 
 
@@ -155,7 +162,12 @@ def test_unreferenced_folders_are_deleted_after_an_hour(served: Served) -> None:
     fresh.mkdir(parents=True)
     age(served, data / "checkpoints" / "another:train:0", MIN_ORPHAN_AGE_S + 5)
     os.utime(fresh, (served.clock.wall(), served.clock.wall()))
-    tick(served)
+    janitor = Janitor(served.service, lambda folder: 10**12, started_at=0.0)
+    served.run(janitor.tick())
+    assert all(folder.exists() for folder in (crashed, lone, snapshot))  # the time of day may have jumped
+    served.clock.advance(MIN_ORPHAN_SEEN_S)
+    os.utime(fresh, (served.clock.wall(), served.clock.wall()))
+    served.run(janitor.tick())
     assert not any(folder.exists() for folder in (crashed, lone, lone.parent.parent, snapshot))
     assert fresh.exists()
     assert foreign.exists()

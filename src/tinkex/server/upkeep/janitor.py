@@ -24,6 +24,9 @@ logger = logging.getLogger("tinkex.server")
 TICK_S = 30.0
 MIN_ORPHAN_AGE_S = 3600.0
 """A folder that no row refers to may still be being written; not after an hour."""
+MIN_ORPHAN_SEEN_S = 600.0
+"""How long a folder must have been seen without a row, by a clock that does not jump. When the time of day jumps ahead,
+the files of a save that is under way look old, and its row is not there yet."""
 MIN_FREE_BYTES = 200_000_000
 SWEPT_FOLDERS = ("checkpoints", "journal/snapshots", INCOMING)
 """Folders that rows refer to, and uploads, are in these. Everything else in the data folder is left alone."""
@@ -45,6 +48,8 @@ class Janitor:
     ) -> None:
         self._service, self._free_bytes = service, free_bytes
         self._started_at = service.clock.wall() if started_at is None else started_at
+        self._orphans: dict[Path, float] = {}
+        """Folder → when it was first seen without a row."""
 
     async def run(self) -> None:
         while True:
@@ -111,7 +116,12 @@ class Janitor:
         names = await service.db(service.store.all_folders)
         referenced = {folders.resolve_inside(data_dir, name) for name in names}
         roots = [data_dir.resolve() / root for root in SWEPT_FOLDERS]
-        for folder in await asyncio.to_thread(unreferenced_folders, roots, referenced, before):
+        orphans = await asyncio.to_thread(unreferenced_folders, roots, referenced, before)
+        now = service.clock.now()
+        self._orphans = {folder: self._orphans.get(folder, now) for folder in orphans}
+        for folder, seen_at in self._orphans.items():
+            if now - seen_at < MIN_ORPHAN_SEEN_S:
+                continue
             if await asyncio.to_thread(folders.remove, data_dir, str(folder.relative_to(data_dir.resolve()))):
                 logger.info("deleted a folder that no record refers to: %s", folder.name)
 
