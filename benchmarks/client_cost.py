@@ -191,8 +191,8 @@ def cpu_model() -> str:
     return next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+def commit(folder: Path = ROOT) -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder)
     return done.stdout.strip() or "unknown"
 
 

@@ -53,9 +53,11 @@ REMEDIES = {
 """What to do about each error. One without a sentence here stops this script."""
 
 ANSWERS = {
+    "damaged_checkpoint": "The file … of … was damaged on the service's disk: it is not what was written.",
     "engine_failed": "The engine failed at this request; the message is its own.",
     "engine_restarting": "The engine is being started again. Ask again in a moment.",
     "model_not_found": "No such model is served, and no such adapter is known.",
+    "not_at_home": "Another server works on … now. Send the request again.",
     "not_ready": "The engine cannot work now; the message says why. Ask again in a moment.",
     "store_unavailable": "The disk is full or the database cannot be reached. Ask again after Retry-After.",
     "unauthorised": "The key is missing, unknown or revoked. `tinkex key create` on the server makes one.",
@@ -65,6 +67,10 @@ ANSWERS = {
 """What the service says under codes whose message is put together elsewhere."""
 MORE_CODES = {
     "unknown_training_run": ("404", "training run … is not known."),
+    "node_unreachable": (
+        "503",
+        "The server that has this, …, does not respond: …. Another one takes over within seconds.",
+    ),
     "no_targets": ("400", "data[…].loss_fn_inputs['target_tokens'] is missing: … needs …."),
     "missing_input": ("400", "data[…].loss_fn_inputs[…] is missing: … needs …."),
     "bad_mask": ("400", f"data[…]: {EMPTY_MASK}"),
@@ -96,10 +102,9 @@ def _default(name: str) -> str:
 
 def serve_table() -> str:
     rows = ["| flag | environment | in `[serve]` | default | what it is |", "|---|---|---|---|---|"]
-    rows += [
-        f"| `{row.flag}` | `{row.variable}` | `{row.key}` | {_serve_default(row.name)} | {row.about} |"
-        for row in settings.SERVE
-    ]
+    for row in settings.SERVE:
+        flag = f"`{row.flag}`" if row.has_flag else ""
+        rows.append(f"| {flag} | `{row.variable}` | `{row.key}` | {_serve_default(row.name)} | {row.about} |")
     return "\n".join(rows)
 
 
@@ -112,9 +117,20 @@ def _serve_default(name: str) -> str:
     value = getattr(settings.ServeConfig(), name)
     if name in places or value in (None, ()):
         return places.get(name, "")
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, tuple):
         value = ", ".join(value)
     return f"`{value}`" if isinstance(value, str) else f"{value:,.10g}" if value >= 10_000 else f"{value:g}"
+
+
+def limit_table() -> str:
+    rows = ["| flag | default | of | status, code | what it bounds | what to do |", "|---|---|---|---|---|---|"]
+    for limit in settings.LIMITS:
+        setting, default = limit.setting, _serve_default(limit.setting.name)
+        told = f"{limit.status} `{limit.code}`"
+        rows.append(f"| `{setting.flag}` | {default} | {limit.scope} | {told} | {setting.about} | {limit.remedy} |")
+    return "\n".join(rows)
 
 
 def error_table() -> str:
@@ -134,6 +150,9 @@ def error_table() -> str:
 def code_table() -> str:
     """Every code that the service can answer with, read from its sources."""
     found: dict[str, set[tuple[str, str]]] = {code: {answer} for code, answer in MORE_CODES.items()}
+    for limit in settings.LIMITS:
+        said = f"…, and the limit is … ({limit.setting.flag}). {limit.remedy}"
+        found.setdefault(limit.code, set()).add((str(limit.status), said))
     for file in sorted(file for room in ("rules", "server") for file in (SOURCES / room).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -271,6 +290,7 @@ def loss_table() -> str:
 
 MADE: dict[str, tuple[Callable[[], str], ...]] = {
     "docs/settings.md": (settings_table, serve_table),
+    "docs/limits.md": (limit_table,),
     "docs/errors.md": (error_table, code_table),
     "docs/cli.md": (command_pages,),
     "docs/training.md": (loss_table,),

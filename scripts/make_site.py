@@ -47,8 +47,8 @@ NAVIGATION: dict[str, list[str]] = {
         "events",
         "testing",
     ],
-    "The service": ["serving", "console", "cli", "compatibility"],
-    "Tables": ["settings", "errors", "benchmarks"],
+    "The service": ["serving", "reliability", "console", "cli", "compatibility"],
+    "Tables": ["settings", "limits", "errors", "benchmarks"],
     "Reference": ["reference/index"],
     "Coming from tinker": ["as_tinker", "migrating"],
     "The project": [

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 from tests.prepare import WHEELS
 
@@ -17,3 +20,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell starts what it runs in the background with SIGINT ignored, and every child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def umask() -> Iterator[None]:
+    """Restore the umask: a server that a test runs in this process makes it private, and PostgreSQL runs as nobody."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)

@@ -51,7 +51,7 @@ def members(content: BinaryIO, max_members: int, max_bytes: int) -> Iterator[Mem
     Raises BadArchive for links and devices, for more than `max_members` headers of any kind, and for files of more than
     `max_bytes` together. `content` needs `read` alone.
     """
-    left_bytes = max_bytes
+    left_bytes, too_large = max_bytes, f"its files are larger than {max_bytes:,} bytes"
     path: str | None = None
     size_override: int | None = None
     for number in range(max_members):
@@ -60,6 +60,9 @@ def members(content: BinaryIO, max_members: int, max_bytes: int) -> Iterator[Mem
             return
         size, kind = _checked_size(header), header[156:157].replace(b"\0", _FILE)
         if kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL):
+            left_bytes -= size
+            if left_bytes < 0:
+                raise BadArchive(too_large)
             extension = _extension(content, size)
             if kind == _LONG_NAME:
                 path = _text(extension.rstrip(b"\0"))
@@ -73,7 +76,7 @@ def members(content: BinaryIO, max_members: int, max_bytes: int) -> Iterator[Mem
             raise BadArchive(f"it holds {name!r}, which is neither a file nor a folder")
         left_bytes -= size
         if left_bytes < 0:
-            raise BadArchive(f"its files are larger than {max_bytes:,} bytes")
+            raise BadArchive(too_large)
         member = Member(name, size, kind == _FILE and not name.endswith("/"), content, size)
         yield member
         for _ in member.blocks():  # what the caller did not want

@@ -225,7 +225,7 @@ class UnprocessableEntityError(APIStatusError):
 
 
 class RateLimitError(APIStatusError):
-    """Too much at once. Samples wait this out together; other requests retry."""
+    """Too much at once. Samples and training calls wait this out; other requests retry."""
 
 
 class InternalServerError(APIStatusError):

@@ -9,6 +9,7 @@
     warm         a process that has torch loaded already and forks servers: 0.3 s for a start instead of 5
     hooks        what a forked server has that a plain one has not: a clock that can jump, a watch on its loop
     history      the record of calls, results, faults and the final state
+    broken       what may be taken away from server, engine or client, to see that the checker notices
     checker      a history, and that of an undisturbed run → violations; pure
     harness      one schedule from start to verdict
     range_run    many schedules, several at a time

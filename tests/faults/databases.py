@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Literal
 
 import psycopg
 
@@ -49,6 +50,13 @@ class SqliteFile:
         """A local file cannot go away while it is open: lock it against readers too, as far as SQLite can."""
         self.lock(seconds)
 
+    def stop(self, seconds: float) -> None:
+        """There is no process to stop: a writer that hangs with the lock in its hand is what comes closest."""
+        self.lock(seconds)
+
+    def restart(self, seconds: float) -> None:
+        self.lock(seconds)
+
     def close(self) -> None:
         """Nothing to do: it goes with its folder."""
 
@@ -66,8 +74,9 @@ class BreakablePostgres(PostgresServer):
             except ProcessLookupError:
                 pass
 
-    def crash(self) -> None:
-        self._run("pg_ctl", "-w", "-D", self._data, "-m", "immediate", "stop")
+    def end(self, mode: Literal["immediate", "fast"]) -> None:
+        """End it: like a crash, or with an orderly goodbye to its clients."""
+        self._run("pg_ctl", "-w", "-D", self._data, "-m", mode, "stop")
 
     def start_again(self) -> None:
         options = f"-c listen_addresses='' -k {self.folder} -F -c shared_buffers=16MB"
@@ -102,7 +111,18 @@ class PostgresSchema:
 
     def lose(self, seconds: float) -> None:
         """Kill it, and start it again after a while."""
-        self._postgres.crash()
+        self._end("immediate", seconds)
+
+    def restart(self, seconds: float) -> None:
+        """End it as an administrator does, and start it again after a while."""
+        self._end("fast", seconds)
+
+    def stop(self, seconds: float) -> None:
+        """Stop all its processes for a while: connections stay open, and nothing comes back."""
+        self._freeze(seconds)
+
+    def _end(self, mode: Literal["immediate", "fast"], seconds: float) -> None:
+        self._postgres.end(mode)
         threading.Event().wait(seconds)
         self._postgres.start_again()
 

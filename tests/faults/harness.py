@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import tempfile
 import threading
 import time
@@ -11,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults import hooks
+from tests.faults import broken, hooks
 from tests.faults.checker import Expectation, Expected, Violation, check, expected_of
 from tests.faults.databases import AnyDatabase, BreakablePostgres, PostgresSchema, SqliteFile
 from tests.faults.history import FaultRecord, History, Recorder, Stall, timeline
@@ -37,6 +39,8 @@ class Outcome:
     seconds: float
     timeline: str
     log: str
+    without: str = ""
+    """The protection that was taken away."""
 
     def report(self) -> str:
         """Return the violations, and how to see them again."""
@@ -44,7 +48,8 @@ class Outcome:
             return f"seed {self.schedule.seed}: kept every promise ({self.seconds:.1f} s)"
         lines = [f"seed {self.schedule.seed}: {len(self.violations)} violations ({self.seconds:.1f} s)"]
         lines += [f"  {violation}" for violation in self.violations]
-        lines += [f"  to see it again: python -m tests.faults --seed {self.schedule.seed}"]
+        without = f" --without {self.without}" if self.without else ""
+        lines += [f"  to see it again: python -m tests.faults --seed {self.schedule.seed}{without}"]
         return "\n".join(lines)
 
 
@@ -55,6 +60,7 @@ class Bench:
         self._warmth = warmth
         self._postgres: BreakablePostgres | None = None
         self._stalls: list[dict[str, object]] = []
+        self._without = ""
         _hurry()
         hooks.watch_loops(self._stalls.append)
 
@@ -62,10 +68,21 @@ class Bench:
         if self._postgres is not None:
             self._postgres.stop()
 
-    def run(self, schedule: Schedule, expected: Mapping[int, Expected] | None = None) -> Outcome:
-        """Run a schedule. Without an expectation nothing is compared with the undisturbed run."""
+    def run(self, schedule: Schedule, expected: Mapping[int, Expected] | None = None, without: str = "") -> Outcome:
+        """Run a schedule, with a protection taken away where `without` names one.
+
+        Without an expectation nothing is compared with the undisturbed run. A protection of the client stays away for
+        the rest of this process.
+        """
+        if without != self._without:
+            assert not self._without, f"{self._without} was taken away in this process already"
+            self._without = without
+            broken.take_away(without, "client")
         recorder = Recorder()
         self._stalls.clear()
+        # A client has not the objects of hundreds of schedules: the collector would look through them on its loop.
+        gc.collect()
+        gc.freeze()
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinkex-faults-")))
             disk = Disk(folder / "data")
@@ -74,12 +91,20 @@ class Bench:
             stack.callback(database.close)
             flags = ["--snapshot-every-s", str(schedule.snapshot_every_s)]
             flags += [word for name in schedule.programs for word in ("--api-key", key_of(name))]
-            warmth = None if schedule.is_cold else self._warmth
-            server = Supervisor(folder, database, disk, recorder, flags=flags, warmth=warmth)
-            stack.callback(server.kill_all)
-            _play(schedule, server, recorder)
-            log = server.log()
+            # A cold server is a plain one, which has every protection.
+            warmth = None if schedule.is_cold and not without else self._warmth
+            servers = [
+                Supervisor(
+                    folder, database, disk, recorder, flags=flags, warmth=warmth, without=without, name=_name(number)
+                )
+                for number in range(schedule.servers)
+            ]
+            for server in servers:
+                stack.callback(server.kill_all)
+            _play(schedule, servers, recorder)
+            log = "\n".join(server.log() for server in servers)
         self._add_stalls(recorder)
+        recorder.history.load_per_core = os.getloadavg()[0] / (os.cpu_count() or 1)
         by_tenant = {} if expected is None else {name: expected[number] for name, number in schedule.programs.items()}
         violations = check(recorder.history, Expectation(by_tenant=by_tenant))
         return Outcome(
@@ -89,6 +114,7 @@ class Bench:
             seconds=recorder.now(),
             timeline=timeline(recorder.lines),
             log=log,
+            without=without,
         )
 
     def expectations(self) -> dict[int, Expected]:
@@ -112,19 +138,25 @@ class Bench:
         for row in list(self._stalls):
             if str(row["thread"]).startswith("tinkex"):
                 began_s = float(str(row["began"])) - recorder.began
-                stall = Stall(
-                    loop="the client", began_s=began_s, seconds=float(str(row["seconds"])), what=str(row["what"])
-                )
+                seconds, cpu_s = float(str(row["seconds"])), float(str(row["cpu_s"]))
+                stall = Stall(loop="the client", began_s=began_s, seconds=seconds, cpu_s=cpu_s, what=str(row["what"]))
                 recorder.history.stalls.append(stall)
 
 
-def _play(schedule: Schedule, server: Supervisor, recorder: Recorder) -> None:
+def _name(number: int) -> str:
+    """Return the name of a server, which is in messages and in the names of its files."""
+    return "server" if number == 0 else f"server {number + 1}"
+
+
+def _play(schedule: Schedule, servers: list[Supervisor], recorder: Recorder) -> None:
     """Run the programs while things break, then look at what is left."""
     board = Board()
-    proxy = Proxy([server.port], schedule.network, recorder, _spy(board))
+    proxy = Proxy([server.port for server in servers], schedule.network, recorder, _spy(board))
     try:
-        server.start()
-        server.wait_until_ready()
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
         recorder.say("ready")
         tenants = [Tenant(name, program_of(number), proxy.url, recorder, board)
                    for name, number in schedule.programs.items()]  # fmt: skip
@@ -132,7 +164,7 @@ def _play(schedule: Schedule, server: Supervisor, recorder: Recorder) -> None:
             tenant.thread.start()
         is_over = threading.Event()
         breaker = threading.Thread(
-            target=_break_things, args=(schedule, server, proxy, recorder, is_over), name="breaker", daemon=True
+            target=_break_things, args=(schedule, servers, proxy, recorder, is_over), name="breaker", daemon=True
         )
         breaker.start()
         end = time.monotonic() + PROGRAM_WITHIN_S
@@ -142,11 +174,14 @@ def _play(schedule: Schedule, server: Supervisor, recorder: Recorder) -> None:
         breaker.join(30)
         _wait_closed(proxy, recorder)
         requests = proxy.requests
-        _look(server, tenants, recorder)
+        for server in servers:
+            server.check_alive()
+        _look(servers, tenants, recorder)
         if proxy.requests > requests:
             recorder.history.left_over.append(f"Clients sent {proxy.requests - requests} requests after close().")
-        server.stop()
-        recorder.history.stalls += server.stalls()
+        for server in servers:
+            server.stop()
+            recorder.history.stalls += server.stalls()
         recorder.say("stopped")
     except Exception as error:
         recorder.history.crashes.append(f"The schedule broke off: {type(error).__name__}: {error}")
@@ -155,7 +190,7 @@ def _play(schedule: Schedule, server: Supervisor, recorder: Recorder) -> None:
 
 
 def _break_things(
-    schedule: Schedule, server: Supervisor, proxy: Proxy, recorder: Recorder, is_over: threading.Event
+    schedule: Schedule, servers: list[Supervisor], proxy: Proxy, recorder: Recorder, is_over: threading.Event
 ) -> None:
     """Do the heavy faults one after the other, each when its request has passed."""
     for fault in schedule.heavy:
@@ -172,23 +207,26 @@ def _break_things(
                 threading.Event().wait(fault.seconds)
                 proxy.partition(False)
             else:
-                note = server.commit(fault)
+                note = servers[fault.server].commit(fault)
         except Exception as error:
             note = f"{type(error).__name__}: {error}"
             recorder.history.crashes.append(f"The fault {fault} could not be done: {note}")
         record = FaultRecord(what=fault.kind, began_s=began_s, ended_s=recorder.now(), note=note)
         recorder.add(recorder.history.faults, record)
         recorder.say(f"ends: {fault.kind} {note}")
-    server.heal()
+    for server in servers:
+        server.heal()
 
 
-def _look(server: Supervisor, tenants: list[Tenant], recorder: Recorder) -> None:
-    """Ask the server itself, past the proxy, for the final state."""
-    server.check_alive()
-    server.wait_until_ready()
-    for tenant in tenants:
+def _look(servers: list[Supervisor], tenants: list[Tenant], recorder: Recorder) -> None:
+    """Ask a server itself, past the proxy, for the final state: each tenant another server, if there are several."""
+    for server in servers:
+        server.check_alive()
+    for server in servers:
+        server.wait_until_ready()
+    for number, tenant in enumerate(tenants):
         try:
-            final = final_run(server.url, tenant)
+            final = final_run(servers[number % len(servers)].url, tenant)
         except Exception as error:
             recorder.say(f"no final state of {tenant.name}: {type(error).__name__}: {error}")
             continue

@@ -60,6 +60,9 @@ class Stall:
     loop: str
     began_s: float
     seconds: float
+    """By the clock: with what the machine did meanwhile for other processes."""
+    cpu_s: float
+    """Of the loop's own thread: with what it computed alone."""
     what: str
 
 
@@ -92,6 +95,8 @@ class History:
     """What was still there after close(), each as a sentence."""
     crashes: list[str] = field(default_factory=list)
     """Ends of a process that nobody caused, and other errors of the service itself, each as a sentence."""
+    load_per_core: float = 0.0
+    """Processes that wanted to run on each core of the machine, on average over the last minute."""
     saved: dict[str, list[str]] = field(default_factory=dict)
     """Tenant → the names of the checkpoints that were acknowledged."""
 

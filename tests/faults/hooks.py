@@ -7,6 +7,7 @@ only reader of time.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import mmap
 import os
@@ -24,11 +25,13 @@ from tinkex import clock
 
 ENGINE_MODULE = "tinkex.engine.process.main"
 OFFSET = struct.Struct("<d")
-STALL_NOTED_S = 0.1
-"""Callbacks that hold a loop longer than this are written down; the checker has the bound."""
+STALL_NOTED_S = 0.03
+"""Callbacks that hold a loop longer than this are written down; the checker has the bounds."""
 HOUSEKEEPING_S = (20.0, 60.0)
 """Sleeps of this length are those of the server's upkeep, every 30 s; a schedule takes a few seconds."""
 UPKEEP_EVERY_S = 0.3
+_forks_s = [0.0]
+"""CPU time of forks by this process. They are the harness's own: a real server starts its engine by exec."""
 
 
 def jump_clock(file: Path) -> None:
@@ -48,15 +51,20 @@ def jump_clock(file: Path) -> None:
 
 
 def watch_loops(note: Callable[[dict[str, Any]], None]) -> None:
-    """Call `note` for every callback that holds an event loop of this process for long."""
+    """Call `note` for every callback that holds an event loop of this process for long.
+
+    The time of day also passes while the machine runs other processes; the CPU time of the loop's own thread does not.
+    """
     run = asyncio.events.Handle._run
 
     def timed_run(self: asyncio.events.Handle) -> None:
-        began = time.monotonic()
+        began, began_cpu, began_forks = time.monotonic(), time.thread_time(), _forks_s[0]
         run(self)
         taken_s = time.monotonic() - began
         if taken_s > STALL_NOTED_S:
-            note({"began": began, "seconds": taken_s, "thread": threading.current_thread().name, "what": repr(self)})
+            cpu_s = time.thread_time() - began_cpu - (_forks_s[0] - began_forks)
+            name = threading.current_thread().name
+            note({"began": began, "seconds": taken_s, "cpu_s": cpu_s, "thread": name, "what": repr(self)})
 
     asyncio.events.Handle._run = timed_run  # type: ignore[method-assign]
 
@@ -74,7 +82,7 @@ def void(_: object) -> None:
 def fork_engines() -> None:
     """Start engines by fork instead of by exec: the modules they would import for seconds are here already.
 
-    The child is a real one: same pipes, same parent, same exit codes, its own process.
+    The child is a real one: same pipes, same parent, same exit codes, its own process and session.
     """
     fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
 
@@ -83,25 +91,30 @@ def fork_engines() -> None:
         if ENGINE_MODULE not in words:
             return int(fork_exec(*args))
         # args[6:14]: p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, errpipe_read, errpipe_write
-        stdin, stdout, stderr = args[6], args[9], args[11]
+        stdin, stdout, stderr, errpipe = args[6], args[9], args[11], args[13]
+        passed = [descriptor for descriptor in args[3] if descriptor != errpipe]
+        began_cpu = time.thread_time()
         pid = os.fork()
         if pid == 0:
-            _be_engine(words, stdin, stdout, stderr)
+            _be_engine(words, stdin, stdout, stderr, passed)
+        _forks_s[0] += time.thread_time() - began_cpu
         return pid
 
     subprocess._fork_exec = start  # type: ignore[attr-defined]
 
 
-def _be_engine(words: list[str], stdin: int, stdout: int, stderr: int) -> None:
+def _be_engine(words: list[str], stdin: int, stdout: int, stderr: int, passed: list[int]) -> None:
     """Run the engine's main function as `python -m` would. Never returns."""
     status = 1
     try:
+        os.setsid()  # first: when its pipes close, below, the server takes it for started, and may kill its group
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         for target, source in ((0, stdin), (1, stdout), (2, stderr)):
             os.dup2(source, target)
-        os.closerange(3, 4096)
+        for low, high in itertools.pairwise([2, *sorted(passed), 4096]):
+            os.closerange(low + 1, high)
         sys.stdin, sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
         sys.argv = words
         import logging

@@ -7,7 +7,7 @@ on a slow machine. What the operating system decides (which byte was written whe
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tests.faults.program import PROGRAMS
@@ -20,6 +20,7 @@ NetworkKind = Literal[
 HeavyKind = Literal[
     "kill server", "kill engine", "kill both", "restart server", "stop server", "stop engine", "fill disk",
     "lock database", "slow database", "lose database", "jump clock", "expire sessions", "partition",
+    "stop database", "restart database",
 ]  # fmt: skip
 NETWORK_KINDS: tuple[NetworkKind, ...] = (
     "delay request", "delay response", "drop before", "drop after", "cut request", "cut response", "reset",
@@ -29,6 +30,8 @@ HEAVY_KINDS: tuple[HeavyKind, ...] = (
     "kill server", "kill engine", "kill both", "restart server", "stop server", "stop engine", "fill disk",
     "lock database", "slow database", "lose database", "jump clock", "expire sessions", "partition",
 )  # fmt: skip
+DATABASE_KINDS: tuple[HeavyKind, ...] = ("lose database", "stop database", "restart database")
+"""What the die calls "lose database" is one of these."""
 NAMES = ("alice", "bob", "carol")
 MOST_ENGINE_DEATHS = 2
 """A third death under the same operation fails it, and rightly so."""
@@ -59,13 +62,15 @@ class HeavyFault:
     delay_s: float
     seconds: float
     server: int = 0
-    """Which server of the cluster."""
+    """Which server of the cluster; a schedule with one server has 0 only."""
     amount: float = 0.0
     """Seconds that the clock jumps; KB that the disk has left."""
 
     def __str__(self) -> str:
         amount = f", {self.amount:+.0f}" if self.amount else ""
-        return f"training request {self.at} + {self.delay_s * 1000:.0f} ms: {self.kind} ({self.seconds:.2f} s{amount})"
+        where = f" of server {self.server + 1}" if self.server else ""
+        when = f"training request {self.at} + {self.delay_s * 1000:.0f} ms"
+        return f"{when}: {self.kind}{where} ({self.seconds:.2f} s{amount})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,17 @@ def undisturbed(programs: dict[str, int]) -> Schedule:
     )
 
 
-def schedule_of(seed: int) -> Schedule:
+def schedule_of(seed: int, servers: int = 1) -> Schedule:
+    """Return the schedule of a seed. With several servers on one store, each heavy fault strikes one of them."""
+    schedule = _of_one_server(seed)
+    if servers == 1:
+        return schedule
+    dice = random.Random(f"servers {seed}")
+    heavy = tuple(replace(fault, server=dice.randrange(servers)) for fault in schedule.heavy)
+    return replace(schedule, servers=servers, heavy=heavy)
+
+
+def _of_one_server(seed: int) -> Schedule:
     dice = random.Random(f"schedule {seed}")
     names = NAMES[: dice.choice((2, 2, 3))]
     is_cold = dice.randrange(ONE_COLD_IN) == 0
@@ -132,7 +147,11 @@ def _heavy(dice: random.Random, requests: int, is_cold: bool) -> tuple[HeavyFaul
             engine_deaths += 1
             if engine_deaths > MOST_ENGINE_DEATHS:
                 kind = "stop engine"
-        faults.append(_fault(dice, kind, at))
+        fault = _fault(dice, kind, at)
+        if kind == "lose database":
+            # A die of its own: seeds that are written down somewhere keep their other faults.
+            fault = replace(fault, kind=random.Random(f"how the database goes {fault}").choice(DATABASE_KINDS))
+        faults.append(fault)
     return tuple(faults)
 
 

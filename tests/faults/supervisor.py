@@ -30,6 +30,8 @@ from tests.faults.tenant import MODEL
 CACHE = Path(__file__).parents[2] / ".cache"
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 15.0
+STARTING_S = 1.0
+"""In its first moments a process has no handlers yet, and SIGTERM ends it like any other. Nothing was accepted."""
 DISK_BYTES = 1 << 30
 """Of a tmpfs, which takes memory for what is in it only. The service pauses below 200 MB."""
 
@@ -100,9 +102,11 @@ class Supervisor:
         *,
         flags: list[str],
         warmth: str | None,
+        without: str = "",
         name: str = "server",
     ) -> None:
         self._database, self._disk, self._recorder, self._warmth, self.name = database, disk, recorder, warmth, name
+        self._without = without
         self._log, self._clock, self._stalls = (folder / f"{name}.{kind}" for kind in ("log", "clock", "stalls"))
         self._clock.write_bytes(OFFSET.pack(0.0))
         self.port = _free_port()
@@ -110,10 +114,12 @@ class Supervisor:
         self._words = ["serve", "--base-model", MODEL, "--threads", "1", "--port", str(self.port), "--drain-s", "3"]
         self._words += ["--data-dir", str(disk.folder), "--cache-dir", str(CACHE), *flags]
         self._process: Process | None = None
+        self._started_at = 0.0
 
     # ── Life
 
     def start(self) -> None:
+        self._started_at = time.monotonic()
         environment = {"TINKEX_DATABASE_URL": self._database.url}
         if self._warmth is None:
             self._process = ColdServer(self._words, self._log, environment)
@@ -123,6 +129,7 @@ class Supervisor:
                 log=str(self._log),
                 clock=str(self._clock),
                 stalls=str(self._stalls),
+                without=self._without,
                 environment=environment,
             )
             self._process = warm.start(self._warmth, request)
@@ -158,24 +165,26 @@ class Supervisor:
         """End it with SIGTERM and record what does not end, or ends badly."""
         assert self._process is not None
         pid = self._process.pid
-        os.kill(pid, signal.SIGTERM)
+        is_starting = time.monotonic() - self._started_at < STARTING_S
+        groups = self._groups()
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it has ended by itself, with the code below
         code = self._process.wait(STOP_WITHIN_S)
-        if code != 0:
+        if code != 0 and not (is_starting and code == -signal.SIGTERM):
             state = f"still runs {STOP_WITHIN_S:.0f} s after SIGTERM" if code is None else f"ended with {code}"
             sentence = f"The {self.name} {state}. Its log ends: {self.log()[-800:]}"
             self._recorder.add(self._recorder.history.left_over, sentence)
-        if not _group_is_gone(pid, 2.0):
+        if not _are_gone(groups, 2.0):
             self._recorder.add(self._recorder.history.left_over, f"A child of the {self.name} outlived it.")
+            _kill_groups(groups)
         self.kill_all()
 
     def kill_all(self) -> None:
         """End whatever is left of it."""
         if self._process is not None:
-            for number in (signal.SIGCONT, signal.SIGKILL):
-                try:
-                    os.killpg(self._process.pid, number)
-                except ProcessLookupError:
-                    pass
+            _kill_groups(self._groups())
             self._process.wait(10)
             self._process = None
 
@@ -188,6 +197,7 @@ class Supervisor:
                 loop=self.name,
                 began_s=row["began"] - self._recorder.began,
                 seconds=row["seconds"],
+                cpu_s=row["cpu_s"],
                 what=row["what"],
             )
             for row in rows
@@ -220,6 +230,10 @@ class Supervisor:
                 self._database.slow(fault.seconds)
             case "lose database":
                 self._database.lose(fault.seconds)
+            case "stop database":
+                self._database.stop(fault.seconds)
+            case "restart database":
+                self._database.restart(fault.seconds)
             case "jump clock":
                 self._clock_offset(fault.amount)
             case "expire sessions":
@@ -231,12 +245,14 @@ class Supervisor:
 
     def _kill(self, fault: HeavyFault) -> str:
         assert self._process is not None
+        groups = self._groups()
         note = self._signal_engine(signal.SIGKILL) if fault.kind == "kill both" else ""
         os.kill(self._process.pid, signal.SIGKILL)
         assert self._process.wait(10) is not None
-        if not _group_is_gone(self._process.pid, 5.0):
+        if not _are_gone(groups, 5.0):
             sentence = f"The engine outlived its {self.name}, which was killed."
             self._recorder.add(self._recorder.history.left_over, sentence)
+            _kill_groups(groups)
         _pause(fault.seconds)
         self.start()
         return note
@@ -260,6 +276,11 @@ class Supervisor:
         except OSError:
             return None
         return int(pids[0]) if pids else None
+
+    def _groups(self) -> list[int]:
+        """The server's process group and that of its engine, which has one of its own."""
+        assert self._process is not None
+        return [pid for pid in (self._process.pid, self.engine_pid()) if pid is not None]
 
     def _pause(self, pid: int, seconds: float) -> str:
         try:
@@ -306,10 +327,19 @@ def _pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def _group_is_gone(pid: int, seconds: float) -> bool:
-    """Whether every process of a group has ended, or does so within a while."""
+def _kill_groups(groups: list[int]) -> None:
+    for group in groups:
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            try:
+                os.killpg(group, number)
+            except ProcessLookupError:
+                pass
+
+
+def _are_gone(groups: list[int], seconds: float) -> bool:
+    """Whether every process of the groups has ended, or does so within a while."""
     end = time.monotonic() + seconds
-    while members_of_group(pid):
+    while any(members_of_group(group) for group in groups):
         if time.monotonic() > end:
             return False
         _pause(0.01)

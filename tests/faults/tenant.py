@@ -17,8 +17,8 @@ from tinkex.client.download import download_checkpoint
 
 ANSWER_WITHIN_S = 60.0
 """A future that has no outcome by then counts as never answered. All faults of a schedule are over long before."""
-MOST_SAVES = 12
-"""How often a save that failed because the disk was full is asked for again."""
+MOST_TRIES = 12
+"""How often a save or load is tried that a full disk makes fail."""
 MODEL = "tinkex/tiny"
 
 
@@ -103,8 +103,8 @@ class Tenant:
                 self._sample(index, step)
             case "load":
                 self._settle()
-                loaded = self._training.load_state_with_optimizer(self.paths[step.name])
-                self._later(index, str(step), loaded, lambda _: None)
+                load = lambda: self._training.load_state_with_optimizer(self.paths[step.name])  # noqa: E731
+                self._until_room(index, str(step), load)
             case "wait":
                 self._settle()
             case "list":
@@ -142,19 +142,22 @@ class Tenant:
         save = (lambda: self._training.save_state(step.name, overwrite=True)) if is_state else (
             lambda: self._training.save_weights_for_sampler(step.name)
         )  # fmt: skip
-        for attempt in range(MOST_SAVES):
-            try:
-                saved = self._call(index, str(step), lambda: _answer(save()), lambda _: None)
-                break
-            except tinkex.RequestFailedError as error:
-                # A full disk fails a save for good; the user frees space and saves again.
-                if attempt + 1 == MOST_SAVES or "disk" not in str(error):
-                    raise
-                threading.Event().wait(0.2)
+        saved = self._until_room(index, str(step), save)
         self.paths[step.name] = saved.path
         if is_state:
             self._board.paths[self.name] = saved.path
         self._recorder.history.saved.setdefault(self.name, []).append(step.name)
+
+    def _until_room(self, index: int, what: str, ask: Callable[[], tinkex.APIFuture[Any]]) -> Any:
+        """Save or load. A full disk fails it for good and changes nothing; the user frees space and does it again."""
+        for _ in range(MOST_TRIES - 1):
+            try:
+                return self._call(index, what, lambda: _answer(ask()), lambda _: None)
+            except tinkex.RequestFailedError as error:
+                if "disk" not in str(error):
+                    raise
+                threading.Event().wait(0.2)
+        return self._call(index, what, lambda: _answer(ask()), lambda _: None)
 
     def _sample(self, index: int, step: Step) -> None:
         path = self.paths[f"sampler-{step.number}"]

@@ -60,7 +60,11 @@ BREAKS: dict[str, tuple[str, Callable[[History], object]]] = {
     "an id of another tenant in a response": ("isolated", lambda history: history.leaks.append("bob saw alice's id")),
     "a blocked loop": (
         "no stall",
-        lambda history: history.stalls.append(Stall(loop="server", began_s=1.0, seconds=1.1, what="sleep")),
+        lambda history: history.stalls.append(Stall(loop="server", began_s=1.0, seconds=1.1, cpu_s=0.0, what="sleep")),
+    ),
+    "a loop that computes": (
+        "no stall",
+        lambda history: history.stalls.append(Stall(loop="server", began_s=1.0, seconds=0.1, cpu_s=0.09, what="sum")),
     ),
     "a process that is left": ("nothing left", lambda history: history.left_over.append("process 7 is left")),
     "a crash": ("no crash", lambda history: history.crashes.append("the server ended")),
@@ -88,6 +92,20 @@ def test_a_broken_promise_is_found(name: str) -> None:
 
 def test_a_stall_while_the_server_was_stopped_is_excused() -> None:
     history = good()
-    history.stalls.append(Stall(loop="server", began_s=1.0, seconds=1.5, what="stopped"))
+    history.stalls.append(Stall(loop="server", began_s=1.0, seconds=1.5, cpu_s=0.01, what="stopped"))
     history.faults.append(FaultRecord(what="stop server", began_s=1.2, ended_s=2.0))
+    assert promises(history) == set()
+
+
+def test_a_loop_may_wait_longer_for_a_core_where_many_processes_do() -> None:
+    history = good()
+    history.stalls.append(Stall(loop="server", began_s=1.0, seconds=1.3, cpu_s=0.01, what="waited for a core"))
+    assert promises(history) == {"no stall"}
+    history.load_per_core = 16.0
+    assert promises(history) == set()
+
+
+def test_a_stall_in_which_the_machine_ran_other_processes_is_excused() -> None:
+    history = good()
+    history.stalls.append(Stall(loop="server", began_s=1.0, seconds=0.4, cpu_s=0.01, what="waited for a core"))
     assert promises(history) == set()

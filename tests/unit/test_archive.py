@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.unit.damage import damaged
 from tinkex.archive import BLOCK, BadArchive, members
 
 GOOD = {"a.json": b"{}", "sub/b.safetensors": bytes(range(256)) * 9}
@@ -125,3 +128,45 @@ def test_damaged_archives_end_in_an_error_or_in_files() -> None:
         except BadArchive:
             continue
         assert sum(map(len, read.values())) <= len(archive)
+
+
+# -- any bytes --------------------------------------------------------------------------------------------------------
+
+NAMES = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=120)
+FILES = st.dictionaries(NAMES.filter(lambda name: name.strip() == name), st.binary(max_size=700), max_size=3)
+FORMS = st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+
+
+@settings(max_examples=100, deadline=None)
+@given(FILES, FORMS)
+def test_any_files_read_back_as_they_were_packed(files: dict[str, bytes], form: int) -> None:
+    assert contents(tar(files, form)) == files
+
+
+@settings(max_examples=200, deadline=None)
+@given(damaged(st.builds(tar, FILES, FORMS)) | st.binary(max_size=1200))
+def test_any_bytes_are_an_archive_or_a_bad_one(archive: bytes) -> None:
+    try:
+        read = contents(archive, max_members=20, max_bytes=5000)
+    except BadArchive as error:
+        assert str(error)
+        return
+    assert sum(map(len, read.values())) <= min(5000, len(archive))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(min_size=12, max_size=12), st.sampled_from(list(b"01234567LKxgSV\0")))
+def test_any_size_in_a_header_is_read_or_rejected(size: bytes, kind: int) -> None:
+    try:
+        contents(header(size=size, kind=bytes((kind,))) + bytes(3 * BLOCK), max_bytes=5000)
+    except BadArchive:
+        pass
+
+
+def test_headers_count_towards_the_limit_of_an_archive() -> None:
+    """Ten thousand headers of a megabyte each would be ten gigabytes to read, from a few megabytes of gzip."""
+    record = b"1000000 comment=".ljust(999_999, b"x") + b"\n"
+    pax = header(size=b"%011o\0" % len(record), kind=b"x") + record.ljust(-(-len(record) // BLOCK) * BLOCK, b"\0")
+    assert contents(pax * 6 + header(b"x") + bytes(2 * BLOCK), max_bytes=6_000_000) == {"x": b""}
+    with pytest.raises(BadArchive, match="larger than 5,000,000 bytes"):
+        contents(pax * 6 + bytes(2 * BLOCK), max_bytes=5_000_000)

@@ -5,10 +5,12 @@ The service applies the model's chat template, so that no tokenizer is needed he
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tinkex.client._calls.attempts import Attempts
+from tinkex.client._calls.attempts import QueuedAttempts
+from tinkex.client._calls.decode import decoded
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.send import open_events, read_events
 from tinkex.client._http.transport import StreamedResponse
@@ -17,6 +19,7 @@ from tinkex.client._runtime.operation import Operation
 from tinkex.client._runtime.pump import Pump
 from tinkex.errors import APIResponseValidationError, RequestFailedError
 from tinkex.settings import Config
+from tinkex.types.coerce import Mismatch, coercer
 from tinkex.wire import json_codec
 from tinkex.wire.body import Body
 from tinkex.wire.endpoints import Endpoint, Pool
@@ -55,28 +58,33 @@ async def _receive(
         # The API key as OpenAI's clients send it; a short-lived token is only for our own endpoints.
         return await open_events(link, CHAT, request, key=key, attempt=attempt, bearer=link.auth.key)
 
-    response = await Attempts(link, operation, CHAT.name).run(open_once)
+    response = await QueuedAttempts(link, operation, CHAT.name).run(open_once)
     try:
-        async for event in read_events(response):
+        async for event in read_events(link, response):
             if event.data == "[DONE]":
                 return
-            for delta in _deltas(event.data):
+            for delta in await decoded(functools.partial(_deltas, event.data), len(event.data)):
                 put(delta)
     finally:
         response.close()
     raise APIResponseValidationError(None, None, "The reply broke off before the service said it was done.")
 
 
-def _deltas(data: str) -> Iterator[ChatDelta]:
+_STR = coercer(str)
+
+
+def _deltas(data: str) -> list[ChatDelta]:
+    deltas = []
     chunk = json_codec.decode_answer(data.encode())
     if isinstance(chunk, dict) and chunk.get("error"):
         error = chunk["error"]
-        raise RequestFailedError(str(error.get("message") if isinstance(error, dict) else error))
+        raise RequestFailedError(f"{error.get('message') if isinstance(error, dict) else error!s:.10000}")
     try:
         for choice in chunk["choices"]:
             if text := choice["delta"].get("content"):
-                yield ChatDelta(text)
+                deltas.append(ChatDelta(_STR(text)))
             if choice.get("finish_reason"):
-                yield ChatDelta("", choice["finish_reason"])
-    except (KeyError, TypeError, AttributeError):
+                deltas.append(ChatDelta("", _STR(choice["finish_reason"])))
+    except (KeyError, TypeError, AttributeError, Mismatch):
         raise APIResponseValidationError(body=chunk, message=f"The stream brought no text: {data:.200}") from None
+    return deltas

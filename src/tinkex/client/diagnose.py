@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from tinkex.client._calls.attempts import call
+from tinkex.client._calls.decode import decoded
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.send import send
 from tinkex.client._http.dial import tls_context
@@ -61,6 +62,7 @@ def fetch_json(config: Config, endpoint: Endpoint) -> Any:
 
     async def work() -> Any:
         await ready(link)
-        return json_codec.decode_answer((await call(link, endpoint, operation=operation)).content)
+        content = (await call(link, endpoint, operation=operation)).content
+        return await decoded(lambda: json_codec.decode_answer(content), len(content))
 
     return link.run(operation, work).result()

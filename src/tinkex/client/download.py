@@ -122,7 +122,9 @@ class CheckpointDownload:
             return (await self._rest.get_external_weights_urls(tinker_path)).urls
 
         async def renewed(file: str) -> str:
-            return (await links())[file]
+            if (url := (await links()).get(file)) is None:
+                raise TinkexError(f"The service no longer has {file!r} of {tinker_path}. Start the download again.")
+            return url
 
         urls = await links()
         targets = {file: safe_path(self._folder, file) for file in sorted(urls)}  # all names are checked first

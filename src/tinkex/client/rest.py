@@ -342,7 +342,7 @@ class RestClient(_Account):
         clock = self._session.link().clock
 
         def read(response: HTTPResponse) -> Any:
-            return json_codec.decode_answer(response.content)
+            return json_codec.read_object(response.content)
 
         async def work(operation: Operation) -> str:
             path = endpoints.SESSION_TRACE_EXPORT.url(session_id=session_id)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tinkex.client._calls import validate
 from tinkex.client._calls.attempts import call
+from tinkex.client._calls.decode import read_value
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.sample_call import SampleCall, cancel_on_service, run_sample
 from tinkex.client._calls.sampling_session import SamplingSession
@@ -275,7 +276,7 @@ def create_sampling_client(
         )
         body = requests.request(request, dialect)
         response = await call(link, endpoints.CREATE_SAMPLING_SESSION, body, operation=operation)
-        created = json_codec.read_content(CreateSamplingSessionResponse, response.content)
+        created = await read_value(CreateSamplingSessionResponse, response.content)
         return SamplingClient(
             session,
             created.sampling_session_id,
@@ -297,7 +298,7 @@ async def learn_context_lengths(session: Session) -> None:
         response = await call(
             link, endpoints.GET_SERVER_CAPABILITIES, operation=session.operation("capabilities"), max_attempts=1
         )
-        capabilities = json_codec.read_content(GetServerCapabilitiesResponse, response.content)
+        capabilities = await read_value(GetServerCapabilitiesResponse, response.content)
     except (APIError, ClosedError):
         return  # the check is a courtesy: without it the service rejects what is too long
     for model in capabilities.supported_models:

@@ -35,8 +35,8 @@ from tinkex.wire.dialect import Dialect
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
 
-_SETTINGS = ("timeout_s", "max_retries", "unreachable_s", "deadline_s", "wait_line_s", "pools", "telemetry", "proxy",
-           "ca_file", "tags", "cache_dir")  # fmt: skip
+_SETTINGS = ("timeout_s", "max_retries", "unreachable_s", "deadline_s", "wait_line_s", "max_response_bytes", "pools",
+           "telemetry", "proxy", "ca_file", "tags", "cache_dir")  # fmt: skip
 
 
 class ServiceClient(BaseClient):

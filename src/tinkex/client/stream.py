@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import NamedTuple
 
+from tinkex.client._calls.decode import decoded, read_object, read_value
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.sample_call import SampleAttempts, SampleCall, run_sample
 from tinkex.client._calls.sampling_session import SamplingSession
@@ -16,9 +18,13 @@ from tinkex.client._runtime.pump import Pump
 from tinkex.client._runtime.session import Session
 from tinkex.errors import APIResponseValidationError, RequestFailedError, StreamAlreadyConsumed
 from tinkex.events import Usage
+from tinkex.types.coerce import Mismatch, coercer, is_lenient
 from tinkex.types.sampling import SampleResponse
 from tinkex.wire import endpoints, json_codec
 from tinkex.wire.body import Body
+
+MAX_TOKEN_BYTES = 1 << 20
+"""Of one event with tokens, which has a few hundred bytes. Our server sends up to 300,000 to a reader that is slow."""
 
 
 class StreamChunk(NamedTuple):
@@ -27,7 +33,8 @@ class StreamChunk(NamedTuple):
     sample: int
     """Which of the samples, from 0."""
     tokens: list[int]
-    logprobs: list[float] | None
+    logprobs: list[float | None] | None
+    """None for a token whose log-probability the service does not give; ours gives all of them."""
     stop_reason: str | None = None
     """Set in the last chunk of a sample."""
 
@@ -75,12 +82,13 @@ class SampleStream:
         if not link.extensions.get("stream"):
             self.response = await run_sample(link, operation, self._sampling, self._sample)
             for index, sequence in enumerate(self.response.sequences):
-                put(StreamChunk(index, sequence.tokens, sequence.logprobs, sequence.stop_reason))
+                logprobs: list[float | None] | None = None if sequence.logprobs is None else [*sequence.logprobs]
+                put(StreamChunk(index, sequence.tokens, logprobs, sequence.stop_reason))
             return self.response
         body = self._sample.body(self._sampling.sampling_session_id, operation.seq_id, dialect)
         await link.limiter.samples.acquire()
         try:
-            self.response = await _stream(link, operation, body, put)
+            self.response = await _stream(link, operation, body, put, TokenBudget(self._sample))
         finally:
             link.limiter.samples.release()
         for index, sequence in enumerate(self.response.sequences):
@@ -88,8 +96,29 @@ class SampleStream:
         return self.response
 
 
+class TokenBudget:
+    """Counts what a stream brings: a service that never ends it must not fill the memory of its reader."""
+
+    def __init__(self, sample: SampleCall) -> None:
+        self._samples = sample.num_samples
+        max_tokens = sample.params.max_tokens
+        self._left = None if max_tokens is None else sample.num_samples * (max_tokens + 1)
+        """None: only the bytes of the stream are limited. One more for each sample: its last event may be empty."""
+
+    def spend(self, chunk: StreamChunk) -> None:
+        """Count a chunk. Raises APIResponseValidationError if it was not asked for."""
+        if not 0 <= chunk.sample < self._samples:
+            raise APIResponseValidationError(
+                message=f"The stream brought tokens of sample {chunk.sample}, and {self._samples} were asked for."
+            )
+        if self._left is not None:
+            self._left -= len(chunk.tokens) or 1
+            if self._left < 0:
+                raise APIResponseValidationError(message="The stream brought more tokens than were asked for.")
+
+
 async def _stream(
-    link: ServiceLink, operation: Operation, body: Body, put: Callable[[StreamChunk], None]
+    link: ServiceLink, operation: Operation, body: Body, put: Callable[[StreamChunk], None], budget: TokenBudget
 ) -> SampleResponse:
     """Open the stream, repeating that until its first byte is here; then read it. It is not resumed.
 
@@ -107,22 +136,32 @@ async def _stream(
     response = await attempts.run(open_once)
     try:
         attempts.note_accepted()
-        async for event in read_events(response):
+        async for event in read_events(link, response):
             if event.event == "token":
-                put(_chunk(event.data))
+                chunk = await decoded(functools.partial(_chunk, event.data), len(event.data))
+                budget.spend(chunk)
+                put(chunk)
             elif event.event == "done":
-                return json_codec.read_content(SampleResponse, event.data.encode())
+                return await read_value(SampleResponse, event.data.encode())
             elif event.event == "error":
-                failure = json_codec.decode_answer(event.data.encode())
-                raise RequestFailedError(str(failure.get("error")), "", failure.get("category", "unknown"))
+                failure = await read_object(event.data.encode())
+                raise RequestFailedError(f"{failure.get('error')!s:.10000}", "", str(failure.get("category")))
     finally:
         response.close()
     raise APIResponseValidationError(None, None, "The stream ended before the service said it was done.")
 
 
 def _chunk(data: str) -> StreamChunk:
+    if len(data) > MAX_TOKEN_BYTES:
+        raise APIResponseValidationError(message=f"The stream brought tokens in an event of {len(data):,} bytes.")
     token = json_codec.decode_answer(data.encode())
+    lenient = is_lenient.set(True)  # as in other responses: a service may write numbers as text
     try:
-        return StreamChunk(int(token.get("index", 0)), list(token["tokens"]), token.get("logprobs"))
-    except (AttributeError, KeyError, TypeError, ValueError):
+        return StreamChunk(_INT(token.get("index", 0)), _INTS(token["tokens"]), _FLOATS(token.get("logprobs")))
+    except (AttributeError, KeyError, TypeError, Mismatch):
         raise APIResponseValidationError(body=token, message=f"The stream brought no tokens: {data:.200}") from None
+    finally:
+        is_lenient.reset(lenient)
+
+
+_INT, _INTS, _FLOATS = coercer(int), coercer(list[int]), coercer(list[float | None] | None)

@@ -21,7 +21,8 @@ _LLAMA_3: Final = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 """The same tokenizer as Meta's, without the gate in front of Meta's repositories."""
 
 _ALIASES: Final = {"moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5"}
-# These tokenizers are code, which runs here: only in the revisions that the official client also pins.
+# These tokenizers are code, which tinkex does not run. The revisions are those that the official client pins; the error
+# names them, so that a user who loads one by hand gets the same.
 _REMOTE_CODE: Final = {
     "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
     "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
@@ -213,19 +214,40 @@ def _make(name: str, files: ServiceFiles | None) -> Any:
     except ImportError:
         return Tokenizer.from_pretrained(name) if folder is None else Tokenizer.from_file(folder, name_or_path=name)
     source = name if folder is None else str(folder)
-    options = {"trust_remote_code": True, "revision": _REMOTE_CODE[name]} if source in _REMOTE_CODE else {}
     try:
-        return AutoTokenizer.from_pretrained(source, use_fast=True, **options)
+        return _trusting_nothing(AutoTokenizer, source)
     except Exception as error:  # another library's edge: it raises whatever its files make it raise
+        if folder is not None:  # a lone tokenizer.json is enough for ours
+            return Tokenizer.from_file(folder, name_or_path=name)
+        if name in _REMOTE_CODE or "trust_remote_code" in str(error):
+            raise ConfigError(_needs_code(name)) from error
+        raise ConfigError(
+            f"No tokenizer for {name!r}: {error}. Load your own with tinkex.Tokenizer.from_file(path), or with "
+            "transformers."
+        ) from error
+
+
+def _trusting_nothing(auto_tokenizer: Any, source: str) -> Any:
+    """Return the fast tokenizer of transformers, or the slow one, without running code that comes with it.
+
+    Without `trust_remote_code=False` transformers asks the terminal whether to run what the files name, and a service
+    chooses the files.
+    """
+    try:
+        return auto_tokenizer.from_pretrained(source, use_fast=True, trust_remote_code=False)
+    except Exception as error:
         try:
-            return AutoTokenizer.from_pretrained(source, use_fast=False, **options)
+            return auto_tokenizer.from_pretrained(source, use_fast=False, trust_remote_code=False)
         except Exception:
-            if folder is not None:  # a lone tokenizer.json is enough for ours
-                return Tokenizer.from_file(folder, name_or_path=name)
-            raise ConfigError(
-                f"No tokenizer for {name!r}: {error}. Load your own with tinkex.Tokenizer.from_file(path), or with "
-                "transformers."
-            ) from error
+            raise error from None  # the first says more
+
+
+def _needs_code(name: str) -> str:
+    revision = f", revision={_REMOTE_CODE[name]!r}" if name in _REMOTE_CODE else ""
+    return (
+        f"The tokenizer of {name!r} is a program, and tinkex runs no code that comes with a model. If you trust it, "
+        f"load it yourself: transformers.AutoTokenizer.from_pretrained({name!r}{revision}, trust_remote_code=True)."
+    )
 
 
 def _thinking_machines(name: str) -> Any:

@@ -31,7 +31,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from tinkex.engine.frames import Frame
 from tinkex.errors import TinkexError, ValidationError
 from tinkex.types.inputs import Datum, EncodedTextChunk
-from tinkex.types.packed import Buffer, pack_tokens, unpack
+from tinkex.types.packed import Buffer, pack_floats, pack_tokens, unpack
+from tinkex.types.sampling import TopkLogprobs
 from tinkex.types.tensor import TensorData
 
 P = ParamSpec("P")
@@ -124,14 +125,44 @@ class Tokens:
     logprobs: list[float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, init=False)
 class SequenceOutput:
-    """One finished sequence. `topk` has one ranked list of (token, logprob) per token."""
+    """One finished sequence. Its numbers stay packed from the engine to the response: a result may have millions.
 
-    tokens: list[int]
-    logprobs: list[float]
+    `topk` has the likeliest tokens at the position of every token.
+    """
+
+    packed_tokens: Buffer
+    packed_logprobs: Buffer
     stop_reason: str
-    topk: list[list[tuple[int, float]]] | None = None
+    topk: TopkLogprobs | None
+
+    def __init__(
+        self,
+        *,
+        tokens: Sequence[int] | Buffer,
+        logprobs: Sequence[float] | Buffer,
+        stop_reason: str,
+        topk: TopkLogprobs | None = None,
+    ) -> None:
+        """Takes lists, or little-endian int32 and float32."""
+        put = object.__setattr__
+        put(self, "packed_tokens", tokens if isinstance(tokens, Buffer) else pack_tokens(tokens))
+        put(self, "packed_logprobs", logprobs if isinstance(logprobs, Buffer) else pack_floats(logprobs))
+        put(self, "stop_reason", stop_reason)
+        put(self, "topk", topk)
+
+    @property
+    def length(self) -> int:
+        return len(self.packed_tokens) // 4
+
+    @property
+    def tokens(self) -> list[int]:
+        return unpack("i", self.packed_tokens)
+
+    @property
+    def logprobs(self) -> list[float]:
+        return unpack("f", self.packed_logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +171,21 @@ class Sampled:
 
     sequences: list[SequenceOutput]
     prompt_logprobs: list[float | None] | None = None
-    topk_prompt: list[list[tuple[int, float]] | None] | None = None
-    targets: list[list[float]] | None = None
-    alternatives: list[list[tuple[int, float]]] | None = None
+    topk_prompt: TopkLogprobs | None = None
+    """One row per prompt token; fillers where there is no value."""
+    targets: Buffer | None = None
+    """The log-probabilities of all targets end to end, float32."""
+    alternatives: TopkLogprobs | None = None
+    """One row per prompt token after the first: not ranked, but of the same form."""
     cache_hit_tokens: int = 0
     prompt_tokens: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its packed numbers."""
+        matrices = [self.topk_prompt, self.alternatives, *(row.topk for row in self.sequences)]
+        ranked = sum(8 * matrix.length * matrix.k for matrix in matrices if matrix is not None)
+        return ranked + len(self.targets or b"") + sum(8 * row.length for row in self.sequences)
 
 
 SampleEvent = Tokens | Sampled
@@ -156,6 +197,31 @@ class EngineFault(TinkexError):
     def __init__(self, message: str, category: str = "user") -> None:
         super().__init__(message)
         self.category = category
+
+
+_OUT_OF_MEMORY_SIGNS = (
+    "out of memory",  # a GPU
+    "allocate memory",  # torch, and the system
+    "bad_alloc",
+    "could not create a primitive",  # oneDNN, which does not say why
+    "could not execute a primitive",
+)
+
+
+class OutOfMemory(EngineFault):
+    """The engine had too little memory for a command. It may work after other adapters have left."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of torch or Python means that memory ran out."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _OUT_OF_MEMORY_SIGNS)
+
+
+class EngineUnusable(EngineFault):
+    """The engine cannot start, so the service ends: accepted operations wait in the journal for its next start."""
 
 
 def checked(check: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -170,6 +236,15 @@ def first_line(error: BaseException, limit: int) -> str:
     """Return the first line of an error's text, or the name of its type if it has none."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__)[:limit]
+
+
+_NUMBER_BYTES = 4 * 4
+"""Of one number of an adapter: its weight, its gradient and two moments, in float32."""
+
+
+def adapter_bytes(sizes: Mapping[str, int], lora: Mapping[str, Any]) -> int:
+    """Return what an adapter takes in the engine's memory. `sizes` are those of its base model (`lora_sizes`)."""
+    return int(lora["rank"]) * sum(count for group, count in sizes.items() if lora[group]) * _NUMBER_BYTES
 
 
 class EngineDied(TinkexError):
@@ -188,6 +263,10 @@ class EngineState:
     """Grows with every start: adapters of an earlier generation are lost."""
     pid: int = 0
     rss_bytes: int = 0
+    lora_sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Base model → group of layers (`train_attn`, …) → numbers of an adapter of rank 1 there. Empty until known."""
+    silent_s: float = 0.0
+    """How long a ready engine has sent nothing, not even a beat."""
     extras: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -284,29 +363,60 @@ def event_frame(event: SampleEvent) -> Frame:
     """Make the frame of some tokens of a sample, or of its whole result."""
     if isinstance(event, Tokens):
         return Frame({"tokens": event.tokens, "logprobs": event.logprobs, "index": event.index})
-    head = {entry.name: getattr(event, entry.name) for entry in fields(event) if entry.name != "sequences"}
-    sequences = [{entry.name: getattr(row, entry.name) for entry in fields(row)} for row in event.sequences]
-    return Frame({**head, "sequences": sequences})
+    buffers: list[Buffer] = []
+
+    def add_matrix(matrix: TopkLogprobs | None) -> list[int] | None:
+        if matrix is None:
+            return None
+        buffers.extend(matrix.packed())
+        return [len(buffers) - 2, matrix.length, matrix.k]
+
+    sequences = []
+    for row in event.sequences:
+        buffers += (row.packed_tokens, row.packed_logprobs)
+        sequences.append({"at": len(buffers) - 2, "stop_reason": row.stop_reason, "topk": add_matrix(row.topk)})
+    head = {
+        "sequences": sequences,
+        "topk_prompt": add_matrix(event.topk_prompt),
+        "alternatives": add_matrix(event.alternatives),
+        "prompt_logprobs": event.prompt_logprobs,
+        "cache_hit_tokens": event.cache_hit_tokens,
+        "prompt_tokens": event.prompt_tokens,
+        "has_targets": event.targets is not None,
+    }
+    return Frame(head, [*buffers, *(() if event.targets is None else (event.targets,))])
 
 
 def read_event(frame: Frame) -> SampleEvent:
-    head = frame.head
+    """Read an event. Large numbers of numbers stay where they are: the result looks into the frame's buffers."""
+    head, buffers = frame.head, frame.buffers
     if "sequences" not in head:
         return Tokens(head["index"], head["tokens"], head["logprobs"])
+
+    def matrix(entry: list[int] | None) -> TopkLogprobs | None:
+        if entry is None:
+            return None
+        at, length, k = entry
+        return TopkLogprobs.from_buffers(buffers[at], buffers[at + 1], length, k)
+
     sequences = [
-        SequenceOutput(**{**row, "topk": None if row["topk"] is None else [_pairs(ranked) for ranked in row["topk"]]})
+        SequenceOutput(
+            tokens=buffers[row["at"]],
+            logprobs=buffers[row["at"] + 1],
+            stop_reason=row["stop_reason"],
+            topk=matrix(row["topk"]),
+        )
         for row in head["sequences"]
     ]
-    topk, alternatives = head["topk_prompt"], head["alternatives"]
-    ranked_tokens = {
-        "topk_prompt": None if topk is None else [None if ranked is None else _pairs(ranked) for ranked in topk],
-        "alternatives": None if alternatives is None else [_pairs(drawn) for drawn in alternatives],
-    }
-    return Sampled(**{**head, **ranked_tokens, "sequences": sequences})
-
-
-def _pairs(entries: Sequence[Sequence[Any]]) -> list[tuple[int, float]]:
-    return [(token, logprob) for token, logprob in entries]
+    return Sampled(
+        sequences=sequences,
+        targets=buffers[-1] if head["has_targets"] else None,
+        topk_prompt=matrix(head["topk_prompt"]),
+        alternatives=matrix(head["alternatives"]),
+        prompt_logprobs=head["prompt_logprobs"],
+        cache_hit_tokens=head["cache_hit_tokens"],
+        prompt_tokens=head["prompt_tokens"],
+    )
 
 
 def _pack_indices(values: Sequence[int]) -> bytes:

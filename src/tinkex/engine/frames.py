@@ -73,7 +73,7 @@ def check_length(content: Buffer) -> None:
 
 
 def decode(content: Buffer) -> Frame:
-    """Decode a whole frame; its buffers are views into `content`. Raises ValueError if its length is wrong."""
+    """Decode a whole frame; its buffers are views into `content`. Raises ValueError if it is damaged."""
     view = memoryview(content)
     check_length(view)
     start = PREFIX.size + PREFIX.unpack_from(view)[0]
@@ -81,10 +81,13 @@ def decode(content: Buffer) -> Frame:
 
 
 def decode_parts(head: Buffer, body: Buffer) -> Frame:
-    """Decode a frame whose prefix was read already."""
+    """Decode a frame whose prefix was read already. Raises ValueError if it is damaged."""
     fields = orjson.loads(memoryview(head))
+    sizes = fields.pop(_SIZES, None) if isinstance(fields, dict) else None
+    if not isinstance(sizes, list) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError("The head of a frame does not say how long its buffers are.")
     view, at, buffers = memoryview(body), 0, []
-    for size in fields.pop(_SIZES):
+    for size in sizes:
         buffers.append(view[at : at + size])
         at += size
     if at != view.nbytes:

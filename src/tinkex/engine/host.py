@@ -1,7 +1,8 @@
 """`LocalEngine`: the server's side of an engine in a child process; packets go over the child's stdin and stdout.
 
 One task supervises the child: it starts one, reads its packets until it ends, fails the commands that waited for it,
-and starts the next. No torch in here.
+and starts the next. A child may have children of its own: they die with it, and none of them can delay that by holding
+its pipes. No torch in here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE, SubprocessStreamProtocol
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from tinkex.clock import REAL, Clock
@@ -22,22 +25,34 @@ from tinkex.engine.contract import (
     EngineDied,
     EngineFault,
     EngineState,
+    EngineUnusable,
     ModelInfo,
+    OutOfMemory,
     SampleEvent,
     SampleSpec,
     read_event,
     sample_frame,
 )
 from tinkex.engine.frames import HEADER, PREFIX, Frame, decode_parts, packet_parts
+from tinkex.types.packed import Buffer
 
 logger = logging.getLogger("tinkex.engine")
 
-CHILD = ("-P", "-m", "tinkex.engine.process.main")
+PROGRAM = (sys.executable, "-P", "-m", "tinkex.engine.process.main")
 """-P: a file called torch.py in the folder where the server was started is not our torch."""
 READY_WITHIN_S = 600.0
 CLOSE_WITHIN_S = 5.0
+KILLED_WITHIN_S = 10.0
+"""SIGKILL takes milliseconds, unless the system itself has the process in a call to a disk or driver that hangs."""
+LEFT_OVER_WITHIN_S = 1.0
+"""How long the output of a child that has ended is read, if another process holds its pipes so that they do not end.
+What the child had written (64 KB at most) is read in milliseconds."""
+READ_AHEAD_BYTES = 1 << 22
 STEADY_AFTER_S = 30.0
 """A child that took commands for so long was sound: its death does not count towards the delay of the next start."""
+PIECE_BYTES = 1 << 20
+MOST_FIRST_STARTS = 3
+"""How often the first engine is started, if it is killed every time."""
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 
 
@@ -61,8 +76,10 @@ class LocalEngine:
         max_cache_tokens: int = 131072,
         adapters_bytes: int = 1 << 30,
         decode_weights: str = "float32",
+        program: Sequence[str] = PROGRAM,
         clock: Clock = REAL,
     ) -> None:
+        """`program`: what is run as the child. It does as `engine.process.main` says."""
         self._start_frame = Frame(
             {
                 "op": "start",
@@ -77,6 +94,7 @@ class LocalEngine:
                 "decode_weights": decode_weights,
             }
         )
+        self._program = tuple(program)
         self._clock = clock
         self._child: _Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -90,6 +108,7 @@ class LocalEngine:
         self._failure: str | None = None
         self._is_closed = False
         self._stats: dict[str, Any] = {}
+        self._lora_sizes: dict[str, dict[str, int]] = {}
 
     @property
     def state(self) -> EngineState:
@@ -97,8 +116,10 @@ class LocalEngine:
             is_ready=self._is_ready,
             reason="" if self._is_ready else self._reason,
             generation=self._generation,
-            pid=self._child.process.pid if self._child is not None else 0,
+            pid=self._child.pid if self._child is not None else 0,
             rss_bytes=int(self._stats.get("rss_bytes", 0)),
+            lora_sizes=self._lora_sizes,
+            silent_s=self._clock.now() - self._child.heard_s if self._child is not None and self._is_ready else 0.0,
             extras={name: value for name, value in self._stats.items() if name != "rss_bytes"},
         )
 
@@ -112,7 +133,7 @@ class LocalEngine:
             if self._is_closed:
                 raise EngineDied("The engine is closed.")
             if self._failure is not None:
-                raise EngineFault(self._failure, "server")
+                raise EngineUnusable(self._failure, "server")
             await self._settled.wait()
 
     async def run(self, command: Frame | bytes, *, tenant: str = "") -> Frame:
@@ -152,7 +173,7 @@ class LocalEngine:
         if supervisor is None:
             return
         if child is None:
-            supervisor.cancel()  # between two children
+            supervisor.cancel()  # between two children: it waits for the next start, and has nothing to release
         else:
             child.end()
         if not (await asyncio.wait({supervisor}, timeout=CLOSE_WITHIN_S))[0] and child is not None:
@@ -160,18 +181,23 @@ class LocalEngine:
         await asyncio.wait({supervisor})
 
     async def _supervise(self) -> None:
-        """Run one child after the other, until closed or until the first one cannot start."""
-        deaths = 0
+        """Run one child after the other, until closed or until the first one cannot start.
+
+        A first child that was killed from outside is no reason to give up: an administrator, or the machine when it is
+        short of memory, may have taken it for another. Not for ever: a model that is too large is killed every time.
+        """
+        deaths = first_starts = 0
         was_ready = False
         while not self._is_closed:
             self._ready_at_s = None
-            reason = await self._run_child()
+            reason, was_killed = await self._run_child()
             if self._is_closed:
                 return
             if self._ready_at_s is not None:
                 was_ready = True
                 deaths = 0 if self._clock.now() - self._ready_at_s >= STEADY_AFTER_S else deaths
-            if not was_ready:
+            first_starts += 1
+            if not was_ready and (not was_killed or first_starts == MOST_FIRST_STARTS):
                 self._failure = f"The engine could not start: it {reason}."
                 self._settled.set()
                 return
@@ -182,26 +208,23 @@ class LocalEngine:
             if delay_s:
                 await self._clock.sleep(delay_s)
 
-    async def _run_child(self) -> str:
-        """Run one child from its start to its end. Return why it ended, as the end of a sentence."""
+    async def _run_child(self) -> tuple[str, bool]:
+        """Run one child to its end. Return why it ended, as the end of a sentence, and whether others killed it."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, *CHILD, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=1 << 22
-            )
+            child = self._child = await start_child(self._program, self._clock)
         except OSError as error:
-            return f"could not be run ({error.strerror})"
-        child = self._child = _Child(process)
+            return f"could not be run ({error.strerror})", False
         self._reason = "starting"
         logs = asyncio.create_task(child.forward_logs())
         watchdog = asyncio.create_task(self._kill_unless_ready(child))
         try:
-            child.send(0, self._start_frame)
+            child.send(0, Frame({**self._start_frame.head, "lifeline": child.lifeline}))
             await child.read(self._on_event)
-        except (ValueError, LookupError, TypeError) as error:
-            child.kill(f"sent what is not a packet ({error})")
+        except Exception as error:  # an edge: no bytes of a child may end the supervisor, which all others wait for
+            child.kill(f"sent what is not a packet ({str(error) or type(error).__name__})")
         finally:
             watchdog.cancel()
-            self._child, self._is_ready, self._stats = None, False, {}
+            self._is_ready, self._stats = False, {}
             self._generation += 1
             if not self._is_closed:
                 self._settled.clear()
@@ -209,7 +232,9 @@ class LocalEngine:
             reason = await child.wait_exit()
             child.fail(f"The engine {reason}. What it was doing is lost; another one is started.")
             await logs
-        return reason
+            child.close_pipes()
+            self._child = None  # not before: while there is a child, `close` ends it and waits for all of the above
+        return reason, child.exit_reason is None and child.exit_code < 0
 
     async def _kill_unless_ready(self, child: _Child) -> None:
         await self._clock.sleep(READY_WITHIN_S)
@@ -226,6 +251,7 @@ class LocalEngine:
                 self._child.exit_reason = f"failed while {self._reason}: {event['error'].rstrip('.')}"
             case "ready" if not self._is_closed:
                 self._is_ready, self._ready_at_s = True, self._clock.now()
+                self._lora_sizes = event.get("lora_sizes", {})
                 self._settled.set()
             case "stats":
                 self._stats = {name: value for name, value in event.items() if name != "news"}
@@ -234,15 +260,61 @@ class LocalEngine:
 _Reply = Frame | EngineDied
 
 
-class _Child:
-    """A child process, and the requests that wait for its replies."""
+class _Pipes(SubprocessStreamProtocol):
+    """The pipes of a child, and its exit. `Process.wait` of asyncio also waits for the end of the pipes."""
 
-    def __init__(self, process: Process) -> None:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self.process = process
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit=READ_AHEAD_BYTES, loop=loop)
+        self.exited: asyncio.Future[None] = loop.create_future()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set_result(None)
+
+
+async def start_child(program: Sequence[str], clock: Clock) -> _Child:
+    """Run a program as the leader of a session, and so of a process group, that everything it starts belongs to.
+
+    In a session of its own it has no terminal either: Ctrl-C is for the server to handle.
+    """
+    loop = asyncio.get_running_loop()
+    lifeline, own_end = os.pipe()
+    options: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE}
+    if sys.platform != "win32":
+        options |= {"start_new_session": True, "pass_fds": (lifeline,)}
+    try:
+        transport, pipes = await loop.subprocess_exec(partial(_Pipes, loop), *program, **options)
+    except BaseException:
+        os.close(own_end)
+        raise
+    finally:
+        os.close(lifeline)
+    return _Child(transport, pipes, lifeline, own_end, clock)
+
+
+class _Child:
+    """A child process, and the requests that wait for its replies.
+
+    Its end is its exit. Its pipes may stay open after that, for as long as a process that it started holds them.
+    """
+
+    def __init__(
+        self, transport: asyncio.SubprocessTransport, pipes: _Pipes, lifeline: int, own_end: int, clock: Clock
+    ) -> None:
+        assert pipes.stdin is not None and pipes.stdout is not None and pipes.stderr is not None
+        self.pid = transport.get_pid()
         self.exit_reason: str | None = None
         """Why it ended or was killed, where more is known than its exit code says."""
-        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        self.lifeline = lifeline
+        """The child's number of a pipe that ends with this process (`process.main.end_group_with_server`)."""
+        self._own_end: int | None = own_end
+        self._transport = transport
+        self._exited = pipes.exited
+        self._exited.add_done_callback(self._on_exit)
+        self._stdin, self._stdout, self._stderr = pipes.stdin, pipes.stdout, pipes.stderr
+        self._clock = clock
+        self.heard_s = clock.now()
+        """When its last packet came."""
         self._numbers = itertools.count(1)
         self.waiting: dict[int, asyncio.Queue[_Reply]] = {}
 
@@ -264,18 +336,29 @@ class _Child:
             await self._stdin.drain()
 
     async def read(self, on_event: Callable[[Mapping[str, Any]], None]) -> None:
-        """Hand out the child's packets until its pipe ends."""
+        """Hand out the child's packets until its pipe ends or, soon after its exit, is closed."""
         read = self._stdout.readexactly
         with suppress(asyncio.IncompleteReadError):
             while True:
                 number, name_size = HEADER.unpack(await read(HEADER.size))
                 await read(name_size)
                 head_size, body_size = PREFIX.unpack(await read(PREFIX.size))
-                frame = decode_parts(await read(head_size), await read(body_size))
+                frame = decode_parts(await read(head_size), await self._read_body(body_size))
+                self.heard_s = self._clock.now()
                 if number == 0:
                     on_event(frame.head)
                 elif (replies := self.waiting.get(number)) is not None:
                     replies.put_nowait(frame)
+
+    async def _read_body(self, size: int) -> Buffer:
+        """Read the buffers of a frame, a large one in pieces: a copy of 64 MB at once would stop the loop for 50 ms."""
+        if size <= PIECE_BYTES:
+            return await self._stdout.readexactly(size)
+        body = memoryview(bytearray(size))
+        for at in range(0, size, PIECE_BYTES):
+            piece = await self._stdout.readexactly(min(PIECE_BYTES, size - at))
+            body[at : at + len(piece)] = piece
+        return body
 
     async def forward_logs(self) -> None:
         """Write the child's stderr to our log. Lines without a level (tracebacks, warnings) take the level before."""
@@ -299,19 +382,47 @@ class _Child:
 
     def kill(self, reason: str) -> None:
         self.exit_reason = reason
-        if self.process.returncode is None:
-            self.process.kill()
+        if not self._exited.done():
+            self._kill_group()
+            asyncio.get_running_loop().call_later(KILLED_WITHIN_S, self.close_pipes)
+
+    def _kill_group(self) -> None:
+        # What left the group (setsid) is not reached: only the program itself could tell us of it. A group of zombies
+        # is a PermissionError on macOS.
+        with suppress(ProcessLookupError, PermissionError):
+            if sys.platform == "win32":
+                self._transport.kill()
+            else:
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _on_exit(self, _: object) -> None:
+        # A group with members keeps its number. Without any, a new group could have the number by now, milliseconds
+        # after the exit, if all other process ids of the system had been given out meanwhile.
+        self._kill_group()
+        asyncio.get_running_loop().call_later(LEFT_OVER_WITHIN_S, self.close_pipes)
+
+    def close_pipes(self) -> None:
+        """Read and write nothing more: a wait for either ends. Harmless after the ordinary end of the pipes."""
+        if self._stdin.transport.get_write_buffer_size():
+            self._stdin.transport.abort()  # `close` would wait until all of it has been written
+        self._transport.close()
+        if self._own_end is not None:
+            os.close(self._own_end)
+            self._own_end = None
 
     async def wait_exit(self) -> str:
         """Wait until the process has ended, killing it if it takes too long. Return the reason."""
         self.end()
-        try:
-            async with asyncio.timeout(CLOSE_WITHIN_S):
-                code = await self.process.wait()
-        except TimeoutError:
+        if not (await asyncio.wait({self._exited}, timeout=CLOSE_WITHIN_S))[0]:
             self.kill("did not end after it had closed its pipe")
-            code = await self.process.wait()
-        return self.exit_reason or describe_exit(code)
+            await asyncio.wait({self._exited}, timeout=KILLED_WITHIN_S)
+        return self.exit_reason or describe_exit(self.exit_code)
+
+    @property
+    def exit_code(self) -> int:
+        """Negative: the signal that ended it. One that could not be killed counts as killed."""
+        code = self._transport.get_returncode()
+        return -9 if code is None else code
 
     def fail(self, reason: str) -> None:
         """Fail every request that still waits."""
@@ -335,4 +446,5 @@ def _checked(reply: _Reply) -> Frame:
     if head.pop("ok", True):
         head.pop("event", None)
         return reply
-    raise EngineFault(head["error"], head["category"])
+    kind = OutOfMemory if head.get("is_out_of_memory") else EngineFault
+    raise kind(head["error"], head["category"])

@@ -14,7 +14,7 @@ from operator import gt
 from typing import Final
 
 from tinkex.errors import ValidationError
-from tinkex.rules.limits import MAX_TARGETS, check_length, reject
+from tinkex.rules.ranges import MAX_TARGETS, check_length, reject
 from tinkex.types.packed import first_not_finite, has_negative
 from tinkex.types.tensor import TensorData
 
@@ -130,6 +130,17 @@ def check_total_targets(index: int, total: int) -> None:
         raise ValidationError(
             f"The targets of data[0] to data[{index}] have {total:,} entries, more than {MAX_TARGETS:,} for one call. "
             "Send fewer datums at once, or fewer targets per position.",
+            "too_many_targets",
+        )
+
+
+def check_targets_per_position(where: str, shape: Sequence[int], model: str, vocab_size: int) -> None:
+    """Reject more targets at one position than the model has tokens: each can be asked for once."""
+    if len(shape) == 2 and shape[1] > vocab_size:
+        reject(
+            where,
+            f"has shape {list(shape)}: {shape[1]:,} targets per position, and {model} has {vocab_size:,} tokens. Ask "
+            "for each token once.",
             "too_many_targets",
         )
 

@@ -16,24 +16,32 @@ from tinkex.server.http.errors import RequestRejected, error_response, json_resp
 from tinkex.server.http.requests import guarded
 from tinkex.server.openai import routes as openai
 from tinkex.server.openai.errors import openai_error_response
-from tinkex.server.routes import console
+from tinkex.server.routes import console, health
 from tinkex.server.routes.metrics import metrics
 from tinkex.server.routes.table import api_routes
 from tinkex.server.service import Service
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(service: Service, *inner: Middleware) -> Starlette:
+    """`inner`: what a request passes through once its tenant is known, before its handler."""
     app = Starlette(
         routes=[
             *api_routes(),
             *openai.ROUTES,
             *console.ROUTES,
+            *health.ROUTES,
             Route("/metrics", guarded("metrics", metrics)),
             Route("/", root),
         ],
         middleware=[
             Middleware(PrefixMiddleware, public_url=service.config.public_url),
-            Middleware(AccessMiddleware, access=service.access, openai_error_response=openai_error_response),
+            Middleware(
+                AccessMiddleware,
+                access=service.access,
+                ledger=service.ledger,
+                openai_error_response=openai_error_response,
+            ),
+            *inner,
         ],
         exception_handlers={404: unknown_endpoint, 405: wrong_method},
     )

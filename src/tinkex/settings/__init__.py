@@ -3,6 +3,7 @@
 Others import this package only:
     client    resolves what a client needs (`Config`, table `CLIENT`)
     serve     resolves what a service needs (`ServeConfig`, table `SERVE`)
+    limits    every limit that a service enforces (`LIMITS`, part of `SERVE`)
     setting   one row of such a table, and how values are gathered and read
     folders   where files are on this machine
 
@@ -25,9 +26,13 @@ from tinkex.settings.client import normalise_url as normalise_url
 from tinkex.settings.client import proxy_for as proxy_for
 from tinkex.settings.client import resolve as resolve
 from tinkex.settings.client import sources as sources
+from tinkex.settings.limits import LIMITS as LIMITS
+from tinkex.settings.limits import Limit as Limit
 from tinkex.settings.serve import KEY_PREFIX as KEY_PREFIX
 from tinkex.settings.serve import SERVE as SERVE
 from tinkex.settings.serve import ServeConfig as ServeConfig
+from tinkex.settings.serve import bucket_access as bucket_access
+from tinkex.settings.serve import check_cluster as check_cluster
 from tinkex.settings.serve import check_keys as check_keys
 from tinkex.settings.serve import private_environment as private_environment
 from tinkex.settings.serve import resolve_serve as resolve_serve

@@ -40,6 +40,7 @@ class Config:
     unreachable_s: float = 300.0
     deadline_s: float = 7200.0
     wait_line_s: float = 60.0
+    max_response_bytes: int = 1 << 30
     pools: Mapping[str, int] = field(default_factory=lambda: dict(POOL_SIZES), hash=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     telemetry: bool = True
@@ -281,10 +282,12 @@ CLIENT = (
     Setting("base_url", _base_url, "The service.", environment="TINKER_BASE_URL"),
     Setting("api_key", _key, "The key. A service on this machine needs none.", "", "", True, "TINKER_API_KEY"),
     Setting("timeout_s", _above_0, "Seconds for one HTTP answer. A poll that the service holds open has 60."),
-    Setting("max_retries", count(0), "Attempts of one request, the first included."),
+    Setting("max_retries", count(0), "Attempts of one request, the first included. A full queue uses up none."),
     Setting("unreachable_s", _above_0, "Seconds without any valid answer after which an operation fails."),
     Setting("deadline_s", _above_0, "Seconds an operation may take in all."),
     Setting("wait_line_s", _above_0, "Seconds between two lines that say what is being waited for."),
+    Setting("max_response_bytes", count(1 << 20, 1 << 32), "Bytes of one answer, also after decompression; a larger "
+            "one is rejected. Files that are downloaded go to the disk and may be larger."),
     Setting("pools", _pools, "Connections per kind of traffic. Named ones replace the default, the others stay.",
             environment=""),
     Setting("headers", unchanged, "Sent with every request. As an argument: `default_headers`.", "", "", True, ""),

@@ -11,15 +11,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from tinkex.errors import ConfigError
 from tinkex.settings.client import is_loopback_host, normalise_url
 from tinkex.settings.folders import cache_dir, data_dir
-from tinkex.settings.setting import Setting, check_names, count, gather, names, number, one_of, optional, text
+from tinkex.settings.limits import LIMITS
+from tinkex.settings.setting import (
+    Setting,
+    check_names,
+    count,
+    gather,
+    names,
+    number,
+    one_of,
+    optional,
+    text,
+    yes_or_no,
+)
 
 KEY_PREFIX = "tml-"
 """How a key begins: official clients from 0.36 reject any other."""
 MIB = 1024 * 1024
+SECRET_CHARACTERS = 32
+"""The least length of the secret of a cluster: who has it may act for every tenant."""
+BUCKET_VARIABLES = {
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "access_key_id": ("AWS_ACCESS_KEY_ID",),
+    "secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
+    "session_token": ("AWS_SESSION_TOKEN",),
+}
+"""What obstore calls a setting of the bucket → its variables, the first that is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,21 +62,60 @@ class ServeConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     decode_weights: Literal["float32", "bfloat16", "int8"] = "float32"
     threads: int = 0
+    blobs: str | None = None
+    blobs_cache_gb: float = 20.0
     durability: Literal["normal", "full"] = "normal"
     snapshot_every_s: float = 10.0
     max_batch_tokens: int = 2048
     max_rows: int = 64
     max_cache_tokens: int = 131_072
-    max_queued_samples: int = 4096
-    max_queued_operations: int = 10_000
-    max_body_bytes: int = 256 * MIB
-    quota_gb: float | None = None
     poll_hold_s: float = 25.0
     gap_s: float = 10.0
     idle_session_s: float = 600.0
     result_ttl_s: float = 86_400.0
     drain_s: float = 30.0
+    node_url: str | None = None
+    no_engine: bool = False
+    cluster_secret: str | None = field(default=None, repr=False)
+    cluster_secret_file: Path | None = None
+    node_lease_s: float = 15.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # Limits: `settings/limits.py` says what each bounds.
+    max_connections: int = 8192
+    max_connections_per_address: int = 4096
+    head_timeout_s: float = 10.0
+    max_requests_per_s: float = 2000.0
+    max_body_bytes: int = 256 * MIB
+    max_tenant_body_bytes: int = 512 * MIB
+    max_all_body_bytes: int = 1024 * MIB
+    max_decompressed_per_s: int = 32 * MIB
+    min_body_rate: int = 16_384
+    max_targets: int = 2**24
+    max_sample_values: int = 2**23
+    max_stops: int = 256
+    max_text_characters: int = 4096
+    max_queued_samples: int = 4096
+    max_tenant_response_bytes: int = 512 * MIB
+    max_all_response_bytes: int = 2048 * MIB
+    max_tenant_sample_bytes: int = 256 * MIB
+    max_all_sample_bytes: int = 1024 * MIB
+    max_queued_operations: int = 10_000
+    max_tenant_queued_bytes: int = 1024 * MIB
+    max_all_queued_bytes: int = 4096 * MIB
+    max_tenant_result_bytes: int = 8192 * MIB
+    max_unread_bytes: int = 8 * MIB
+    max_sessions: int = 4096
+    max_models: int = 4096
+    max_samplers: int = 10_000
+    max_uploads: int = 4
+    adapter_memory_mb: int | None = None
+    quota_gb: float | None = None
+    tenant_quota_gb: float | None = None
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server shares its store with others."""
+        return self.node_url is not None or self.no_engine
 
     def __post_init__(self) -> None:
         for setting in SERVE:
@@ -71,7 +133,40 @@ def resolve_serve(environ: Mapping[str, str] | None = None, **arguments: Any) ->
     merged |= {name: sourced.value for name, sourced in gather(SERVE, "serve", environ, arguments).items()}
     if merged.get("keys_file"):
         merged["api_keys"] = (*merged.get("api_keys", ()), *_keys_in(merged["keys_file"]))
+    if merged.get("cluster_secret_file") and not merged.get("cluster_secret"):
+        merged["cluster_secret"] = _secret_in(merged["cluster_secret_file"])
     return ServeConfig(**merged)
+
+
+def bucket_access(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return how to reach the bucket, in the words of obstore: the variables that every client of S3 reads.
+
+    Not in `ServeConfig`, so that no secret is written or shown with the settings. What is absent, obstore looks for
+    itself: the role of a machine, or of a pod.
+    """
+    environ = os.environ if environ is None else environ
+    access = {}
+    for option, variables in BUCKET_VARIABLES.items():
+        value = next((environ[name].strip() for name in variables if environ.get(name, "").strip()), None)
+        if value is not None:
+            access[option] = value
+    # S3-compatible services ignore the region, and obstore requires one.
+    return {"region": "us-east-1", **access}
+
+
+def check_cluster(config: ServeConfig) -> None:
+    """Raise unless a server that shares its store with others has what that needs."""
+    flag = "--no-engine" if config.no_engine else "--node-url"
+    if not config.database_url.startswith(("postgres:", "postgresql:", "postgresql+")):
+        raise ConfigError(
+            f"{flag} needs a PostgreSQL that all servers of the cluster share. Set TINKEX_DATABASE_URL to "
+            f"postgresql://USER:PASSWORD@HOST/NAME, or leave out {flag} to serve alone."
+        )
+    if config.cluster_secret is None:
+        raise ConfigError(
+            f"{flag} needs a secret that all servers of the cluster share: set TINKEX_CLUSTER_SECRET, or name a file "
+            f"with --cluster-secret-file. {SECRET_CHARACTERS} characters or more; `openssl rand -hex 32` makes one."
+        )
 
 
 def check_keys(config: ServeConfig, *, has_stored_keys: bool) -> None:
@@ -138,6 +233,23 @@ def _keys(given: Any) -> tuple[str, ...]:
     return keys
 
 
+def _secret_in(path: Path) -> str:
+    try:
+        return _secret(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"The cluster's secret file {path} cannot be read: {reason}.") from None
+    except ValueError as error:
+        raise ConfigError(f"The cluster's secret file {path} must hold {error}.") from None
+
+
+def _secret(given: Any) -> str:
+    secret = given.strip() if isinstance(given, str) else ""
+    if len(secret) < SECRET_CHARACTERS:
+        raise ValueError(f"a secret of {SECRET_CHARACTERS} characters or more, for example of `openssl rand -hex 32`")
+    return secret
+
+
 def _host(given: Any) -> str:
     host = text(given)
     if "/" in host or " " in host:
@@ -170,6 +282,13 @@ def _device(given: Any) -> str:
     if kind not in ("auto", "cpu", "cuda", "mps") or (number and not (kind == "cuda" and number.isdigit())):
         raise ValueError("auto, cpu, cuda, cuda:N or mps")
     return device
+
+
+def _bucket(given: Any) -> str:
+    parts = urlsplit(text(given))
+    if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("s3://BUCKET or s3://BUCKET/PREFIX, without keys: those come from AWS_ACCESS_KEY_ID and so on")
+    return f"s3://{parts.netloc}/{parts.path.strip('/')}".rstrip("/")
 
 
 _seconds = number("seconds")
@@ -210,6 +329,14 @@ SERVE = (
     ),
     Setting("threads", count(0, 1024), "Threads for the maths; 0: one per core.", "N"),
     Setting(
+        "blobs", optional(_bucket),
+        "`s3://BUCKET/PREFIX`: where checkpoints, snapshots and large payloads are kept, if not in the data folder. "
+        "Endpoint and credentials come from the usual variables (`AWS_ENDPOINT_URL`, `AWS_REGION`, "
+        "`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`).", "URL",
+    ),
+    Setting("blobs_cache_gb", number("gigabytes", 0.0), "Gigabytes of the bucket's files that are kept in the data "
+            "folder too, beyond those in use. Only with `--blobs`.", "GB"),
+    Setting(
         "durability", one_of("normal", "full"),
         "`normal`: what was accepted survives the death of any process. `full`: also a power cut, at some speed.",
         "HOW",
@@ -221,11 +348,6 @@ SERVE = (
     Setting("max_batch_tokens", count(16), "Tokens in one pass; more work is cut up. Bounds memory.", "N"),
     Setting("max_rows", count(1), "Sequences that are sampled at the same time.", "N"),
     Setting("max_cache_tokens", count(16), "Tokens that the sampler keeps at hand for all sequences together.", "N"),
-    Setting("max_queued_samples", count(1), "Samples that may wait; beyond it clients are told to come again.", "N"),
-    Setting("max_queued_operations", count(1), "Training operations of one tenant that may wait.", "N"),
-    Setting("max_body_bytes", count(1024), "The largest request that is read.", "BYTES"),
-    Setting("quota_gb", optional(number("gigabytes", 0.001)), "Gigabytes that the checkpoints of all tenants may take. "
-            "Not set: what the disk holds.", "GB"),
     Setting("poll_hold_s", number("seconds", 0, 25), "Seconds that a poll is held open. Clients give up after 45.",
             "S"),
     Setting("gap_s", _seconds, "Seconds that a run waits for a missing number before it goes on without.", "S"),
@@ -233,7 +355,21 @@ SERVE = (
             "S"),
     Setting("result_ttl_s", _seconds, "Seconds that results of training operations are kept.", "S"),
     Setting("drain_s", _seconds, "Seconds that running work gets to finish when the service is stopped.", "S"),
+    Setting("node_url", optional(_url), "Share the store with other servers, and be reached by them at this address. "
+            "Needs PostgreSQL and a cluster secret.", "URL"),
+    Setting("no_engine", yes_or_no, "Compute nothing: check keys and limits, and hand requests to the nodes of the "
+            "cluster.", "BOOL", is_switch=True),
+    Setting(
+        "cluster_secret", optional(_secret),
+        "The secret that the servers of a cluster share, 32 characters or more. It has no flag: use the environment, "
+        "or a file.", "SECRET", is_secret=True, has_flag=False,
+    ),
+    Setting("cluster_secret_file", optional(_path), "A file with the secret that the servers of a cluster share.",
+            "FILE"),
+    Setting("node_lease_s", number("seconds", 1), "Seconds without a sign of life after which other nodes take over "
+            "a node's runs. The same for all nodes.", "S"),
     Setting("log_level", one_of("debug", "info", "warning", "error"), "`debug`, `info`, `warning` or `error`.",
             "LEVEL"),
+    *(limit.setting for limit in LIMITS),
 )  # fmt: skip
 """Every setting of a service, in the order of `ServeConfig`."""

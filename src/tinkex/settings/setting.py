@@ -26,6 +26,10 @@ class Setting(NamedTuple):
     """Whether messages must not show its value."""
     environment: str | None = None
     """Its variable, where that is not TINKEX_ and the name; "" if it has none."""
+    is_switch: bool = False
+    """Whether its flag takes no value: to give it is to turn it on."""
+    has_flag: bool = True
+    """Whether the command line may have it: others can read that."""
 
     @property
     def flag(self) -> str:
@@ -164,6 +168,15 @@ def number(what: str, least: float = 0.0, most: float = float("inf")) -> Callabl
         return value
 
     return read
+
+
+def yes_or_no(raw: Any) -> bool:
+    word = raw.strip().lower() if isinstance(raw, str) else raw
+    if word in (True, "true", "yes", "1"):
+        return True
+    if word in (False, "false", "no", "0"):
+        return False
+    raise ValueError("true or false")
 
 
 def as_float(raw: Any) -> float:

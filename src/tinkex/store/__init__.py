@@ -5,8 +5,10 @@ The store knows no HTTP and reads no tensor: commands and results are bytes to i
 Others import:
     store.Store        the store itself; every method is one transaction
     records            the rows as frozen dataclasses
-    errors             DiskFull, Duplicate, Unavailable
+    errors             DiskFull, Duplicate, HomeLost, LeaseLost, Unavailable
+    disk               files that reach the disk, and what a full disk says
     keys               new API keys and their hashes
-    lock.DataLock      one server per data folder
+    lock.FileLock      one server per data folder
+    lease.Lease        one server per database
     backup.back_up     a copy of all data while the service runs
 """

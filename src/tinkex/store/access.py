@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import Select, exists, insert, select, update
@@ -22,6 +23,10 @@ class AccessStore(Database):
     def get_key_by_hash(self, sha256: str) -> KeyRecord | None:
         """Return the key with this hash. A revoked one is returned too, with `revoked_at` set."""
         return self._first(KeyRecord, select(keys).where(keys.c.sha256 == sha256))
+
+    def get_keys_by_hash(self, hashes: Collection[str]) -> list[KeyRecord]:
+        """Return the keys with these hashes, of at most some thousands. Revoked ones are returned too."""
+        return self._all(KeyRecord, select(keys).where(keys.c.sha256.in_(hashes)))
 
     def list_keys(self) -> list[KeyRecord]:
         """Return all keys, oldest first, revoked ones included."""

@@ -4,6 +4,8 @@ Only the database can be copied at one moment; folders and files beside it come 
 before a row refers to them, never change afterwards, and are deleted only when no row refers to them any more. So:
 copy the database, then everything it refers to, and repeat until a copy of the database refers only to what was copied
 before it and has not changed since. Each such file existed, complete, both before and after it was copied.
+
+What lies in a bucket is fetched: a copy is whole, and a server without a bucket can be started on it.
 """
 
 from __future__ import annotations
@@ -12,11 +14,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import select
-
 from tinkex.errors import TinkexError, ValidationError
+from tinkex.store.payloads import StoredPayload, in_bucket
 from tinkex.store.store import Store
-from tinkex.store.tables import payloads
 
 DATABASE = "tinkex.db"
 MAX_ROUNDS = 20
@@ -24,6 +24,10 @@ MAX_ROUNDS = 20
 
 Mark = tuple[int, int]
 """Inode and modification time of a file or folder: a new one of the same name has another mark."""
+
+
+IN_BUCKET: Mark = (0, 0)
+"""The mark of what is not in the data folder: in a bucket no name is written twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +53,7 @@ def back_up(store: Store, data_dir: Path, target: Path, extra: tuple[str, ...] =
         for name in extra:
             if (data_dir / name).is_file():
                 shutil.copyfile(data_dir / name, unfinished / name)
-                (unfinished / name).chmod(0o600)
-        size = sum(file.stat().st_size for file in unfinished.rglob("*") if file.is_file())
+        size = _make_private(unfinished)
         if target.exists():
             target.rmdir()  # it is empty
         unfinished.rename(target)
@@ -62,6 +65,10 @@ def back_up(store: Store, data_dir: Path, target: Path, extra: tuple[str, ...] =
 def _copy_all(store: Store, data_dir: Path, folder: Path) -> dict[str, Mark]:
     """Copy the database and everything it refers to into `folder`, and return the mark of each copied item."""
     copied: dict[str, Mark] = {}
+
+    def mark_of(name: str) -> Mark | None:
+        return _mark(data_dir / name) or (IN_BUCKET if store.folders.is_shared else None)
+
     for _ in range(MAX_ROUNDS):
         (folder / DATABASE).unlink(missing_ok=True)
         store.backup(folder / DATABASE)
@@ -69,14 +76,17 @@ def _copy_all(store: Store, data_dir: Path, folder: Path) -> dict[str, Mark]:
         for name in copied.keys() - referenced:
             _remove(folder / name)
             del copied[name]
-        missing = {name for name in referenced if name not in copied or copied[name] != _mark(data_dir / name)}
+        missing = {name for name in referenced if name not in copied or copied[name] != mark_of(name)}
         if not missing:
             return copied
         for name in sorted(missing):
-            mark = _mark(data_dir / name)
+            mark = mark_of(name)
             _remove(folder / name)
             copied.pop(name, None)
-            if mark is not None and _copy(data_dir / name, folder / name):
+            is_fetched = mark == IN_BUCKET
+            if mark is not None and (
+                _fetch(store, name, folder / name) if is_fetched else _copy(data_dir / name, folder / name)
+            ):
                 copied[name] = mark
     raise TinkexError(
         f"The service changes faster than it can be copied ({MAX_ROUNDS} attempts, {len(missing)} files missing). "
@@ -84,13 +94,23 @@ def _copy_all(store: Store, data_dir: Path, folder: Path) -> dict[str, Mark]:
     )
 
 
+def _make_private(folder: Path) -> int:
+    """Let only the owner read a folder and all in it, whatever the umask, and return the size of its files.
+
+    SQLite gives the files that a server will write beside the database its permissions.
+    """
+    size = 0
+    for path in (folder, *folder.rglob("*")):
+        is_folder = path.is_dir()
+        path.chmod(0o700 if is_folder else 0o600)
+        size += 0 if is_folder else path.stat().st_size
+    return size
+
+
 def _referenced(folder: Path) -> set[str]:
     """Return everything that the copied database refers to, relative to the data folder."""
     with Store.open(f"sqlite:///{folder / DATABASE}", folder) as copy:
-        folders = copy.all_folders()
-        with copy._read() as connection:
-            files = [name for name in connection.scalars(select(payloads.c.file)) if name is not None]
-    return {*folders, *(f"journal/{name[:2]}/{name}" for name in files)}
+        return copy.all_files()
 
 
 def _mark(path: Path) -> Mark | None:
@@ -114,6 +134,21 @@ def _copy(source: Path, target: Path) -> bool:
         failures = error.args[0] if isinstance(error, shutil.Error) else []
         if any("No such file" not in str(reason) for *_, reason in failures):
             raise
+        _remove(target)
+        return False
+    return True
+
+
+def _fetch(store: Store, name: str, target: Path) -> bool:
+    """Fetch a folder or a payload from the bucket. Returns False if it was deleted meanwhile."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        if in_bucket(target.name) is not None:
+            target.write_bytes(store.read_payload(StoredPayload(None, target.name)))
+        else:
+            target.mkdir(mode=0o700)
+            store.folders.fetch(name, target)
+    except FileNotFoundError:
         _remove(target)
         return False
     return True

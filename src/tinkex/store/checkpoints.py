@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select, update
 
 from tinkex.store.database import Database, as_record, values_of
-from tinkex.store.records import CheckpointRecord
-from tinkex.store.tables import checkpoints, runs, samplers
+from tinkex.store.records import AuditEntry, CheckpointRecord
+from tinkex.store.tables import audit, checkpoints, runs, samplers
+
+_NEWEST_FIRST = (checkpoints.c.created_at.desc(), checkpoints.c.path.desc())
 
 
 class CheckpointStore(Database):
@@ -33,20 +37,42 @@ class CheckpointStore(Database):
         self, tenant: str, run_id: str | None, offset: int, limit: int, now: float
     ) -> tuple[list[CheckpointRecord], int]:
         """Return a page of those that have not expired, newest first, and how many there are in all."""
-        query = select(checkpoints).where(checkpoints.c.tenant == tenant, _is_live(now))
-        if run_id is not None:
-            query = query.where(checkpoints.c.run_id == run_id)
-        newest_first = (checkpoints.c.created_at.desc(), checkpoints.c.path.desc())
-        return self._page(CheckpointRecord, query.order_by(*newest_first), offset, limit)
+        if run_id is None:
+            query = select(checkpoints).where(checkpoints.c.tenant == tenant, _is_live(now))
+        else:
+            # An expression and not the column: SQLite would otherwise read all checkpoints of the tenant, by the index
+            # `checkpoints_by_tenant`, to find the few of the run.
+            is_own = checkpoints.c.tenant.concat("") == tenant
+            query = select(checkpoints).where(checkpoints.c.run_id == run_id, is_own, _is_live(now))
+        return self._page(CheckpointRecord, query.order_by(*_NEWEST_FIRST), offset, limit)
 
-    def delete_checkpoint(self, path: str, *, expired_by: float | None = None) -> CheckpointRecord | None:
-        """Delete the row and return it, so that the caller can delete its folder.
+    def newest_checkpoints(self, run_ids: Sequence[str], now: float) -> list[CheckpointRecord]:
+        """Return the newest live checkpoint of each kind of these runs, with one query for all of them."""
+        rank = func.row_number().over(
+            partition_by=(checkpoints.c.run_id, checkpoints.c.kind), order_by=list(_NEWEST_FIRST)
+        )
+        ranked = select(checkpoints, rank.label("rank_by_age")).where(checkpoints.c.run_id.in_(run_ids), _is_live(now))
+        rows = ranked.subquery()
+        newest = select(*(rows.c[column.name] for column in checkpoints.columns)).where(rows.c.rank_by_age == 1)
+        return self._all(CheckpointRecord, newest)
+
+    def delete_checkpoint(
+        self, path: str, *, expired_by: float | None = None, entry: AuditEntry | None = None
+    ) -> CheckpointRecord | None:
+        """Delete the row and return it, so that the caller can delete its folder. Works on a full disk too.
 
         With `expired_by`, only if it has expired by then: a new checkpoint may have been saved under its path since the
-        caller looked it up.
+        caller looked it up. `entry` goes into the audit log with it.
         """
-        with self._write() as connection:
-            return _delete_row(connection, path, expired_by)
+
+        def run() -> CheckpointRecord | None:
+            with self._write() as connection:
+                deleted = _delete_row(connection, path, expired_by)
+                if deleted is not None and entry is not None:
+                    connection.execute(insert(audit), values_of(entry))
+                return deleted
+
+        return self._use_reserve(run)
 
     def set_public(self, path: str, is_public: bool) -> None:
         self._run_write(update(checkpoints).where(checkpoints.c.path == path).values(is_public=is_public))
@@ -68,6 +94,13 @@ class CheckpointStore(Database):
             ]
         return {folder for folder in folders if folder is not None}
 
+    def bytes_by_tenant(self, *, without_path: str = "") -> dict[str, int]:
+        """Return the size of each tenant's checkpoints, without the checkpoint of that path."""
+        query = select(checkpoints.c.tenant, func.sum(checkpoints.c.size_bytes)).group_by(checkpoints.c.tenant)
+        with self._read() as connection:
+            rows = connection.execute(query.where(checkpoints.c.path != without_path)).all()
+        return {tenant: int(size) for tenant, size in rows}
+
     def usage(self, tenant: str | None = None) -> tuple[int, int]:
         """Return how many checkpoints there are, and their size in bytes."""
         query = select(func.count(), func.coalesce(func.sum(checkpoints.c.size_bytes), 0)).select_from(checkpoints)
@@ -75,6 +108,14 @@ class CheckpointStore(Database):
             query = query.where(checkpoints.c.tenant == tenant)
         with self._read() as connection:
             count, size = connection.execute(query).one()
+        return int(count), int(size)
+
+    def session_usage(self, session_id: str, now: float) -> tuple[int, int]:
+        """Return how many live checkpoints the runs of a session have, and their size in bytes."""
+        of_session = select(runs.c.id).where(runs.c.session_id == session_id)
+        query = select(func.count(), func.coalesce(func.sum(checkpoints.c.size_bytes), 0)).select_from(checkpoints)
+        with self._read() as connection:
+            count, size = connection.execute(query.where(checkpoints.c.run_id.in_(of_session), _is_live(now))).one()
         return int(count), int(size)
 
 
@@ -88,7 +129,8 @@ def put_checkpoint(connection: Connection, checkpoint: CheckpointRecord) -> Chec
     if replaced is None:
         return None
     uses_it = (samplers.c.model_path == replaced.path, samplers.c.folder.is_(None))
-    users = connection.execute(update(samplers).where(*uses_it).values(folder=replaced.folder)).rowcount
+    kept = {"folder": replaced.folder, "size_bytes": replaced.size_bytes}
+    users = connection.execute(update(samplers).where(*uses_it).values(**kept)).rowcount
     return None if users else replaced
 
 

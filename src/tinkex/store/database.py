@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,11 +15,12 @@ from sqlalchemy import Connection, Engine, Executable, Insert, Row, Select, Tabl
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import NullPool, QueuePool
 
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, MissingExtra
-from tinkex.store.errors import Unavailable, translated
+from tinkex.store.disk import Reserve
+from tinkex.store.errors import DiskFull, Unavailable, translated
 from tinkex.store.payloads import Payloads, StoredPayload
 
 Durability = Literal["normal", "full"]
@@ -25,9 +28,16 @@ R = TypeVar("R")
 
 LOCK_WAIT_S = 10.0
 """How long a write waits while another program (`tinkex key`, a backup) holds the SQLite file."""
+CONNECT_S = 5
+"""How long to wait for a new connection to PostgreSQL."""
+STATEMENT_S = 8.0
+"""How long PostgreSQL works on one statement, waiting for locks included. The call can be retried."""
+IDLE_IN_TRANSACTION_S = 10.0
+"""How long PostgreSQL keeps the locks of a transaction whose client says nothing: a frozen server holds them longer."""
 RETRY_WAL_S = 0.01
 """How soon to retry the switch to WAL, whose lock SQLite itself does not wait for."""
 MAX_INTEGER = 2**63 - 1
+_WRITE = "BEGIN IMMEDIATE"
 
 
 class Database:
@@ -36,27 +46,56 @@ class Database:
     def __init__(self, engine: Engine, payloads: Payloads) -> None:
         self._engine = engine
         self._payloads = payloads
+        is_file = engine.dialect.name == "sqlite"
+        self._reserve = Reserve(Path(f"{engine.url.database}-reserve")) if is_file else None
+        """Space for deletes when the disk is full. A PostgreSQL server looks after its own disk."""
         self._sqlite_connection: Connection | None = None
         self._inserts: dict[Table, Insert] = {}
+        self._fence: Callable[[Connection], None] | None = None
+        """Checks, at the start of every transaction that writes, that this program may write."""
+        self._driver: Any = None
+        """The last connection to PostgreSQL, for `interrupt`."""
+        if engine.dialect.name != "sqlite":
+            event.listen(engine, "connect", self._note_driver, insert=True)
 
     def close(self) -> None:
         if self._sqlite_connection is not None:
             self._sqlite_connection.close()
             self._sqlite_connection = None
         self._engine.dispose()
+        self._payloads.close()
+
+    def interrupt(self) -> None:
+        """Break the call that another thread makes now, which then raises Unavailable: its connection is shut down.
+
+        A database that is stopped, or a network that swallows packets, would keep it for ever. A SQLite file that is
+        locked ends its wait by itself.
+        """
+        try:
+            if self._driver is not None and not self._driver.closed:
+                with socket.socket(fileno=os.dup(self._driver.fileno())) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, self._engine.dialect.loaded_dbapi.Error):
+            pass  # it is closed already
+
+    def _note_driver(self, connection: Any, _record: object) -> None:
+        self._driver = connection
 
     def _read(self) -> AbstractContextManager[Connection]:
         return self._transaction("BEGIN")
 
     def _write(self) -> AbstractContextManager[Connection]:
         """Begin a transaction that writes. On SQLite it locks at once, so that what it reads stays true."""
-        return self._transaction("BEGIN IMMEDIATE")
+        return self._transaction(_WRITE)
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:
         with translated():
+            fence = self._fence if begin == _WRITE else None
             if self._engine.dialect.name != "sqlite":
                 with self._engine.begin() as connection:
+                    if fence is not None:
+                        fence(connection)
                     yield connection
                 return
             if self._sqlite_connection is None:
@@ -64,13 +103,17 @@ class Database:
             # Kept open: a file cannot be lost as a network connection can, and the pool costs as much as a write.
             with self._sqlite_connection.begin():
                 sqlite_connection(self._sqlite_connection).execute(begin)
+                if fence is not None:
+                    fence(self._sqlite_connection)
                 yield self._sqlite_connection
 
     @contextmanager
-    def _write_with_payload(self, content: bytes | None) -> Iterator[tuple[Connection, StoredPayload | None]]:
+    def _write_with_payload(
+        self, content: bytes | StoredPayload | None
+    ) -> Iterator[tuple[Connection, StoredPayload | None]]:
         """Store a payload and begin a transaction that writes. If that fails, the payload's file is deleted again."""
         with translated():
-            payload = None if content is None else self._payloads.write(content)
+            payload = self._payloads.write(content) if isinstance(content, bytes) else content
         try:
             with self._write() as connection:
                 yield connection, payload
@@ -91,6 +134,10 @@ class Database:
         with self._read() as connection:
             return [as_record(kind, row) for row in connection.execute(query)]
 
+    def _count(self, query: Select[Any]) -> int:
+        with self._read() as connection:
+            return int(connection.scalar(query) or 0)
+
     def _page(self, kind: type[R], query: Select[Any], offset: int, limit: int) -> tuple[list[R], int]:
         """Return a page of a query's records, and how many there are in all."""
         with self._read() as connection:
@@ -98,6 +145,20 @@ class Database:
             records = [as_record(kind, row) for row in connection.execute(page)]
             total = connection.scalar(query.order_by(None).with_only_columns(func.count(), maintain_column_froms=True))
         return records, int(total or 0)
+
+    def keep_reserve(self) -> None:
+        """Reserve space for deletes on a full disk, unless it is reserved or there is none."""
+        if self._reserve is not None:
+            self._reserve.fill()
+
+    def _use_reserve(self, call: Callable[[], R]) -> R:
+        """Run a call that makes room. While the disk is too full even for that, give up some of the reserve."""
+        while True:
+            try:
+                return call()
+            except DiskFull:
+                if self._reserve is None or not self._reserve.give_up():
+                    raise
 
     def _run_write(self, statement: Executable, values: Mapping[str, Any] | None = None) -> None:
         """Run one statement that writes, in its own transaction."""
@@ -159,7 +220,12 @@ def _address(url: str) -> URL:
 def _sqlite(address: URL, durability: Durability) -> Engine:
     if not address.database or address.database == ":memory:":
         raise ConfigError("A database in memory would not survive a restart. Name a file: sqlite:///path.")
-    Path(address.database).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = Path(address.database)
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # For its owner only, whatever the umask: SQLite gives its log beside it the same permissions. A file that exists is
+    # left alone: closing it would drop the locks that this process has on it, and others would then write beside us.
+    with suppress(OSError):  # it exists, or SQLite says why it cannot be opened
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     engine = create_engine(
         address,
         poolclass=QueuePool,
@@ -193,16 +259,36 @@ def _use_wal(connection: sqlite3.Connection) -> None:
         REAL.pause(RETRY_WAL_S)
 
 
-def _postgresql(address: URL) -> Engine:
+def _postgresql(address: URL, **pool: Any) -> Engine:
+    # A peer that is gone without a word is noticed after some ten seconds, on this side as on the other.
+    network = {"keepalives": 1, "keepalives_idle": 4, "keepalives_interval": 2, "keepalives_count": 3}
+    wanted = {"connect_timeout": CONNECT_S, "application_name": "tinkex", **network, "tcp_user_timeout": 10_000}
     try:
-        # The ping before each transaction replaces a connection that was lost meanwhile.
-        return create_engine(
+        engine = create_engine(
             address,
-            pool_size=1,
-            max_overflow=0,
-            pool_pre_ping=True,
-            connect_args={"connect_timeout": int(LOCK_WAIT_S), "application_name": "tinkex"},
+            # What the address itself says has precedence.
+            connect_args={name: value for name, value in wanted.items() if name not in address.query},
             hide_parameters=True,
+            # The ping before each transaction replaces a connection that was lost meanwhile.
+            **(pool or {"pool_size": 1, "max_overflow": 0, "pool_pre_ping": True}),
         )
     except ImportError:
         raise MissingExtra("PostgreSQL", "postgres") from None
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _record: object) -> None:
+        is_autocommit = connection.autocommit
+        connection.autocommit = True  # a setting inside a transaction would end with it
+        connection.execute(
+            f"SET statement_timeout = {STATEMENT_S * 1000:.0f}; "
+            f"SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_S * 1000:.0f}; "
+            "SET tcp_keepalives_idle = 4; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3"
+        )
+        connection.autocommit = is_autocommit
+
+    return engine
+
+
+def connect_alone(engine: Engine) -> Engine:
+    """Return an engine for one more connection to the same PostgreSQL, where every statement is a transaction."""
+    return _postgresql(engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT")

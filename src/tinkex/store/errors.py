@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
-from tinkex.errors import TinkexError
+from tinkex.errors import ConfigError, TinkexError
+from tinkex.store.disk import is_full
 from tinkex.store.records import OperationRecord
 
-_FULL_ERRNOS = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _PG_DISK_FULL = "53100"
+_PG_IDLE_IN_TRANSACTION = "25P03"
+"""This program was frozen inside a transaction, which PostgreSQL has rolled back. psycopg does not call it a lost
+connection."""
 _SQLITE_IOERR_SHMSIZE = 4874
 """The memory map beside the WAL could not grow: the disk is full there too."""
 
@@ -48,6 +50,42 @@ class Unavailable(TinkexError):
     retryable = True
 
 
+class BucketAway(TinkexError):
+    """The bucket of the service's files did not respond, or rejected its credentials. Nothing is lost: try again."""
+
+    retryable = True
+    is_denied = False
+
+
+class DamagedBlob(TinkexError):
+    """A stored file is not what was written: its size or its checksum is another one."""
+
+
+class LeaseLost(TinkexError):
+    """Another server has taken over this store. The write was rolled back; nothing of it is stored."""
+
+    retryable = True
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Another server has taken over this service's database, so this one stores nothing any more and stops. "
+            "Send the request again."
+        )
+
+
+class DatabaseAway(ConfigError):
+    """No database responds at the address: it may be starting, or the address may be wrong."""
+
+
+class HomeLost(TinkexError):
+    """Another node works on this run now. The write was rolled back; nothing of it is stored."""
+
+    retryable = True
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"Another server works on {run_id} now. Send the request again.")
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """Raise driver errors as ours, except those that are neither a full disk nor a lost database: they are bugs."""
@@ -56,11 +94,12 @@ def translated() -> Iterator[None]:
     except sqlite3.OperationalError as error:
         raise _translate(error) from error
     except DBAPIError as error:
-        if error.connection_invalidated or isinstance(error, (OperationalError, InterfaceError)):
+        is_lost = error.connection_invalidated or isinstance(error, (OperationalError, InterfaceError))
+        if is_lost or getattr(error.orig, "sqlstate", None) == _PG_IDLE_IN_TRANSACTION:
             raise _translate(error.orig) from error
         raise
     except OSError as error:
-        if error.errno in _FULL_ERRNOS:
+        if is_full(error):
             raise DiskFull from error
         raise
 

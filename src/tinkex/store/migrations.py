@@ -58,13 +58,19 @@ def separate_tokens_from_cost(connection: Connection) -> None:
     connection.execute(update(operations).where(cost > 0).values(tokens=tokens))
 
 
-MIGRATIONS: tuple[Migration, ...] = (add_missing, add_missing, separate_tokens_from_cost)
+MIGRATIONS: tuple[Migration, ...] = (add_missing, add_missing, separate_tokens_from_cost, *3 * (add_missing,))
 """Migration n is at index n - 1. One that only adds is `add_missing` again; one that also fills in values calls it."""
 
 
-def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Upgrade the database to this release, in the caller's transaction. Raises ConfigError if it is newer."""
+def migrate(
+    connection: Connection, migrations: Sequence[Migration] = MIGRATIONS, *, check: Migration | None = None
+) -> None:
+    """Upgrade the database to this release, in the caller's transaction. Raises ConfigError if it is newer.
+
+    `check` is called before anything changes, and may raise; not for a new database, nor one that is up to date.
+    """
     if connection.dialect.name == "postgresql":
+        connection.execute(text("SET LOCAL statement_timeout = 0"))  # an index of a large table takes its time
         connection.execute(select(text(f"pg_advisory_xact_lock({_LOCK_ID})")))
     schema_version.create(connection, checkfirst=True)
     version = connection.scalar(select(schema_version.c.version))
@@ -76,6 +82,8 @@ def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS
             f"The database was written by a newer release of tinkex (its version is {version}, this release knows "
             f"{len(migrations)}). Install the newer release, or start with another database."
         )
+    if check is not None and 0 < version < len(migrations):
+        check(connection)
     for number, migration in enumerate(migrations[version:], version + 1):
         migration(connection)
         connection.execute(schema_version.update().values(version=number))

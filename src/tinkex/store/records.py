@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 OperationState = Literal["queued", "done", "failed", "refused"]
+"""`refused` is a rejected operation. The word is in databases of the first release, and in responses of the service."""
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
+class DamagedJson(dict[str, Any]):
+    """Stands for JSON that cannot be read: empty. One damaged row must not make all others unreadable."""
 
 
 def lora_of(source: Any) -> dict[str, Any]:
@@ -56,6 +61,15 @@ class RunRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """The right of one node to work on one run. Whatever it writes about the run is checked against it (the fence)."""
+
+    run_id: str
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRecord:
     """A training operation in the journal. Number 0 of a run is its creation; clients count from 1."""
 
@@ -96,6 +110,8 @@ class SamplerRecord:
     folder: str | None = None
     """Weights of an ephemeral sampler, or of a checkpoint that was replaced since. Deleted with the session."""
     clients: int = 1
+    size_bytes: int | None = None
+    """The size of that folder's files; None in rows of older releases. Version 6 added it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import and_, bindparam, insert, or_, select, update
+from sqlalchemy import Connection, and_, bindparam, func, insert, or_, select, update
 
 from tinkex.store.database import Database, as_record, bounded, values_of
 from tinkex.store.records import SamplerRecord, SessionRecord
@@ -15,10 +15,21 @@ _NEWEST_FIRST = (sessions.c.created_at.desc(), sessions.c.id.desc())
 _TOUCH = update(sessions).where(sessions.c.id == bindparam("session_id")).values(seen_at=bindparam("at"))
 
 
+_BATCH = 50
+"""Sessions that are in memory at a time during a search: each may have 64 KB of tags and as much metadata."""
+
+
+class SessionMatches(NamedTuple):
+    """What a search found, and after which session to go on: None if it has seen all, or has found enough."""
+
+    sessions: list[SessionRecord]
+    resume: tuple[float, str] | None
+
+
 class SessionStore(Database):
     def add_session(self, session: SessionRecord) -> None:
-        # Whole microseconds, as in a date on the wire: the cursor of a page must match its row again.
-        self._run_write(insert(sessions), {**values_of(session), "created_at": round(session.created_at, 6)})
+        with self._write() as connection:
+            insert_session(connection, session)
 
     def get_session(self, session_id: str) -> SessionRecord | None:
         return self._first(SessionRecord, select(sessions).where(sessions.c.id == session_id))
@@ -32,10 +43,16 @@ class SessionStore(Database):
     def set_session_project(self, session_id: str, project_id: str | None) -> None:
         self._run_write(update(sessions).where(sessions.c.id == session_id).values(project_id=project_id))
 
-    def list_sessions(self, tenant: str, offset: int, limit: int) -> list[SessionRecord]:
-        """Return a page of a tenant's sessions, newest first."""
-        query = select(sessions).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
-        return self._all(SessionRecord, query.offset(bounded(offset)).limit(bounded(limit)))
+    def count_open_sessions(self, tenant: str, alive_since: float) -> int:
+        """Return how many sessions of a tenant are not finished and were seen since a time."""
+        is_open = and_(sessions.c.finished.is_(None), sessions.c.seen_at >= alive_since)
+        return self._count(select(func.count()).where(sessions.c.tenant == tenant, is_open))
+
+    def list_session_ids(self, tenant: str, offset: int, limit: int) -> list[str]:
+        """Return a page of the ids of a tenant's sessions, newest first."""
+        query = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(*_NEWEST_FIRST)
+        with self._read() as connection:
+            return list(connection.scalars(query.offset(bounded(offset)).limit(bounded(limit))))
 
     def search_sessions(
         self,
@@ -47,9 +64,11 @@ class SessionStore(Database):
         limit: int = 50,
         before: tuple[float, str] | None = None,
         matches: Callable[[SessionRecord], bool] = lambda session: True,
-    ) -> list[SessionRecord]:
+        max_rows: int = 1_000_000_000,
+    ) -> SessionMatches:
         """Return matching sessions, newest first, that come after `before` (a session's created_at and id).
 
+        It looks at `max_rows` sessions and returns where to go on, so that a long search does not hold up other calls.
         A session matches if it has every pair of `user_metadata` and its name contains every word of `display_name`,
         ignoring case. The session with the id `session_id` matches whatever its name. `matches` is a further condition.
         """
@@ -60,12 +79,13 @@ class SessionStore(Database):
             at, last = round(before[0], 6), before[1]
             older = and_(sessions.c.created_at == at, sessions.c.id < last)
             query = query.where(or_(sessions.c.created_at < at, older))
-        name_parts = (display_name or "").casefold().split()
+        name_parts = set((display_name or "").casefold().split())
         found: list[SessionRecord] = []
+        session, seen = None, 0
         # Metadata and names are compared here: the databases treat JSON and letter case differently.
-        in_batches = {"yield_per": 200}
-        with self._read() as connection, connection.execute(query, execution_options=in_batches) as rows:
-            for row in rows:
+        in_batches, page = {"yield_per": _BATCH}, query.limit(bounded(max_rows))
+        with self._read() as connection, connection.execute(page, execution_options=in_batches) as rows:
+            for seen, row in enumerate(rows, 1):  # noqa: B007
                 session = as_record(SessionRecord, row)
                 has_name = all(part in (session.display_name or "").casefold() for part in name_parts)
                 has_pairs = all(session.user_metadata.get(name) == v for name, v in (user_metadata or {}).items())
@@ -73,7 +93,12 @@ class SessionStore(Database):
                     found.append(session)
                 if len(found) >= limit:
                     break
-        return found
+        is_whole = session is None or seen < max_rows
+        return SessionMatches(found, None if is_whole or session is None else (session.created_at, session.id))
+
+    def count_samplers(self, tenant: str, since: float) -> int:
+        """Return how many samplers a tenant has made since a time."""
+        return self._count(select(func.count()).where(samplers.c.tenant == tenant, samplers.c.created_at >= since))
 
     def add_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
         """Add a sampler unless one with its id exists, and return the one that is stored."""
@@ -115,4 +140,9 @@ class SessionStore(Database):
         return int(number)
 
     def delete_sampler(self, sampler_id: str) -> None:
-        self._run_write(samplers.delete().where(samplers.c.id == sampler_id))
+        self._use_reserve(lambda: self._run_write(samplers.delete().where(samplers.c.id == sampler_id)))
+
+
+def insert_session(connection: Connection, session: SessionRecord) -> None:
+    # Whole microseconds, as in a date on the wire: the cursor of a page must match its row again.
+    connection.execute(insert(sessions), {**values_of(session), "created_at": round(session.created_at, 6)})

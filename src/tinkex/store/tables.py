@@ -27,6 +27,7 @@ from sqlalchemy import (
 from tinkex.store.records import (
     AuditEntry,
     CheckpointRecord,
+    DamagedJson,
     KeyRecord,
     OperationRecord,
     RunRecord,
@@ -60,7 +61,10 @@ class Json(TypeDecorator[Any]):
         return None if value is None else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return None if value is None else orjson.loads(value)
+        try:
+            return None if value is None else orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return DamagedJson()
 
 
 class WideInteger(TypeDecorator[int]):
@@ -108,9 +112,46 @@ def _partial_index(name: str, *columns: ColumnElement[Any], where: ColumnElement
 
 schema_version = Table("schema_version", metadata, Column("version", BigInteger, nullable=False))
 
+lease = Table(
+    "lease",
+    metadata,
+    Column("name", SafeText, primary_key=True),  # "store": there is one row
+    Column("node", SafeText, nullable=False),  # a random id for each start of a server
+    Column("epoch", BigInteger, nullable=False),  # how often the lease was taken
+    Column("address", SafeText, nullable=False),
+    Column("data_dir", SafeText, nullable=False),
+    Column("until", Double),  # by the database's clock; NULL: as long as the file beside a SQLite database is locked
+)
+"""Which server writes this store (`store.lease`). Version 4 added it."""
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("id", SafeText, primary_key=True),  # random: a new one for each start, and whenever the lease was lost
+    Column("url", SafeText, nullable=False),  # where other nodes reach it
+    Column("kind", SafeText, nullable=False),  # "train": trains and samples
+    Column("models", Json, nullable=False),  # every name of its base models
+    Column("load", BigInteger, nullable=False),  # operations that are not finished, when it renewed last
+    Column("version", SafeText, nullable=False),
+    Column("is_draining", Boolean, nullable=False),  # takes no more runs
+    Column("until", Double, nullable=False),  # by the database's clock
+)
+"""The servers that share this store, and until when each lives (`store.cluster`). Version 5 added it."""
+
+homes = Table(
+    "homes",
+    metadata,
+    Column("run_id", SafeText, primary_key=True),
+    Column("node", SafeText, nullable=False),  # "": at home nowhere
+    Column("epoch", BigInteger, nullable=False),  # how often it was claimed; it never goes back
+)
+"""The one node that works on a run. Rows stay, so that an epoch is never used twice. Version 5 added it."""
+Index("homes_by_node", homes.c.node)
+
 sessions = _table("sessions", SessionRecord)
 Index("sessions_by_tenant", sessions.c.tenant, sessions.c.created_at, sessions.c.id)
 _partial_index("sessions_unfinished", sessions.c.seen_at, where=sessions.c.finished.is_(None))
+_partial_index("sessions_open", sessions.c.tenant, sessions.c.seen_at, where=sessions.c.finished.is_(None))
 
 runs = _table("runs", RunRecord, session_id={"index": True}, seed={"type_": WideInteger})
 Index("runs_by_tenant", runs.c.tenant, runs.c.created_at, runs.c.id)
@@ -141,14 +182,24 @@ _partial_index("payloads_results", payloads.c.at, where=payloads.c.part == "resu
 _partial_index("payloads_files", payloads.c.file, where=payloads.c.file.is_not(None))
 
 samplers = _table("samplers", SamplerRecord, session_id={"index": True})
+Index("samplers_by_tenant", samplers.c.tenant, samplers.c.created_at)
 
-checkpoints = _table("checkpoints", CheckpointRecord, key="path", run_id={"index": True}, expires_at={"index": True})
+checkpoints = _table("checkpoints", CheckpointRecord, key="path", expires_at={"index": True})
 Index("checkpoints_by_tenant", checkpoints.c.tenant, checkpoints.c.created_at, checkpoints.c.path)
+Index("checkpoints_by_run", checkpoints.c.run_id, checkpoints.c.created_at, checkpoints.c.path)  # version 4 added it
 
 keys = _table("keys", KeyRecord, sha256={"unique": True})
 
 audit = _table("audit", AuditEntry)
 Index("audit_by_tenant", audit.c.tenant, audit.c.at, audit.c.id)
+
+secrets = Table(
+    "secrets",
+    metadata,
+    Column("name", SafeText, primary_key=True),  # "links"
+    Column("content", SafeText, nullable=False),
+)
+"""What all servers of a cluster have to know and nobody else. Version 6 added it."""
 
 remembered_responses = Table(
     "answers",

@@ -35,7 +35,7 @@ class EncodedTextChunk(LazyValue):
         def __init__(self, *, tokens: Iterable[int], type: Literal["encoded_text"] = "encoded_text") -> None: ...
 
     def _fill(self, given: Mapping[str, Any]) -> None:
-        if given.keys() != _TOKENS:
+        if given.keys() != _TOKENS and (given.keys() != _TYPED_TOKENS or given["type"] != "encoded_text"):
             super()._fill(given)  # rejects a wrong name or type
         self._set(given["tokens"])
         if "type" in given:
@@ -79,6 +79,7 @@ class EncodedTextChunk(LazyValue):
 
 
 _TOKENS = frozenset(("tokens",))
+_TYPED_TOKENS = frozenset(("tokens", "type"))
 
 
 def room_of(image: ImageChunk | ImageAssetPointerChunk) -> int | None:
@@ -374,6 +375,8 @@ def _tensor(key: Any, value: Any) -> TensorData:
 def _spans(name: str, spans: Any) -> ProvenanceSpans | None:
     if spans is None:
         return None
+    if not isinstance(spans, (list, tuple)):
+        raise ValidationError(f"Datum.{name}: expected a list of spans, got {describe(spans)}")
     for index, span in enumerate(spans):
         if not isinstance(span, ProvenanceSpan):
             raise ValidationError(

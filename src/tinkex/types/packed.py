@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tinkex.errors import MissingExtra
 from tinkex.types.coerce import Mismatch, describe, entries, fits_index
+from tinkex.types.number_pieces import PIECE_NUMBERS, pieces_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,13 +28,16 @@ _LITTLE = sys.byteorder == "little"
 
 def pack_tokens(values: Sequence[Any]) -> bytes:
     """Token ids as int32. Floats, bools, negative numbers and those from 2^31 on are rejected."""
-    try:
-        packed = struct.pack(f"<{len(values)}i", *values)
-    except (struct.error, TypeError):
-        raise _bad_token(values) from None
-    if has_negative(packed, 4) or has_bool(values, packed):
-        raise _bad_token(values)
-    return packed
+    pieces = []
+    for piece in pieces_of(values):
+        try:
+            packed = struct.pack(f"<{len(piece)}i", *piece)
+        except (struct.error, TypeError):
+            raise _bad_token(values) from None
+        if has_negative(packed, 4) or has_bool(piece, packed):
+            raise _bad_token(values)
+        pieces.append(packed)
+    return _joined(pieces)
 
 
 def _bad_token(values: Sequence[Any]) -> Mismatch:
@@ -47,10 +51,15 @@ def _bad_token(values: Sequence[Any]) -> Mismatch:
 
 def pack_ints(values: Sequence[Any]) -> bytes:
     """Int64. Bools count as 0 and 1, and 3.0 as 3; 1.5 is rejected, and so is what does not fit 64 bits."""
-    try:
-        return struct.pack(f"<{len(values)}q", *values)
-    except (struct.error, TypeError):
-        return struct.pack(f"<{len(values)}q", *(_whole(index, value) for index, value in enumerate(values)))
+    pieces, start = [], 0
+    for piece in pieces_of(values):
+        try:
+            packed = struct.pack(f"<{len(piece)}q", *piece)
+        except (struct.error, TypeError):
+            packed = struct.pack(f"<{len(piece)}q", *(_whole(index, value) for index, value in enumerate(piece, start)))
+        pieces.append(packed)
+        start += len(piece)
+    return _joined(pieces)
 
 
 def _whole(index: int, value: Any) -> int:
@@ -67,9 +76,19 @@ def _whole(index: int, value: Any) -> int:
 def pack_floats(values: Sequence[Any]) -> bytes:
     """Float32: each number is rounded to the nearest one (24 bits of precision). NaN and infinity pass."""
     try:
-        return struct.pack(f"<{len(values)}f", *values)
+        return _joined([struct.pack(f"<{len(piece)}f", *piece) for piece in pieces_of(values)])
     except (struct.error, TypeError, OverflowError, ValueError):
         raise _bad_float(values) from None
+
+
+def _joined(pieces: list[bytes]) -> bytes:
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def widen_ints(packed: Buffer) -> bytes:
+    """Int32 as int64, without a list of all the numbers."""
+    step = PIECE_NUMBERS * WIDTHS["i"]
+    return _joined([pack_ints(unpack("i", packed[at : at + step])) for at in range(0, len(packed), step)])
 
 
 def _bad_float(values: Sequence[Any]) -> Mismatch:

@@ -104,7 +104,7 @@ class TopkLogprobs(Value, kw_only=False):
         self._set(pack_tokens(ids.data), values.buffer, length, k)
 
     def _set(self, token_ids: Buffer, logprobs: Buffer, length: int, k: int) -> None:
-        if not len(token_ids) == len(logprobs) == 4 * length * k:
+        if not len(token_ids) == len(logprobs) == 4 * length * k or length < 0:
             raise ValidationError(
                 f"TopkLogprobs: {len(token_ids) // 4} ids and {len(logprobs) // 4} values are not {length} x {k}"
             )

@@ -76,6 +76,8 @@ class TensorData(LazyValue, kw_only=False):
             put(self, "_given", _FLAT if shape is None else _SHAPED)
             if shape is not None and _product(self.shape or ()) != len(self):
                 raise ValidationError(f"TensorData: shape {self.shape} does not hold {len(self)} values")
+            if not len(buffer) and max(self.shape or (0,)) > _MAX_EMPTY:  # as nested lists it would fill the memory
+                raise ValidationError(f"TensorData: shape {self.shape} is too large for a tensor without values")
         else:
             put(self, "_given", frozenset(self._defaults))
             _check_csr(self)
@@ -212,6 +214,7 @@ def _whole(name: str, values: Any) -> list[int] | None:
     return numbers
 
 
+_MAX_EMPTY = 1 << 24
 _FLAT = frozenset(("data", "dtype"))
 _SHAPED = frozenset(("data", "dtype", "shape"))
 

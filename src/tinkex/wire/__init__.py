@@ -5,6 +5,7 @@ Others import:
     requests     the body of every request
     envelope     what a response of `retrieve_future` means
     json_codec   values as JSON
+    json_pieces  large results as JSON, a piece at a time
     proto_codec  training and sampling messages as protobuf
     sse          server-sent events
     body         bytes with their content type and encoding

@@ -19,6 +19,9 @@ from tinkex.types.base import Value
 from tinkex.wire import json_codec
 from tinkex.wire.body import PROTOBUF
 
+MAX_ACCEPTED_BYTES = 1 << 20
+"""Of the response to a submission: an id, and one for each sample, of which there are a thousand at most."""
+
 
 class Pending(NamedTuple):
     """Not finished: HTTP 408 when the poll's time was up, or 200 and `try_again`.
@@ -59,34 +62,38 @@ def read(
     result_type: type[Value],
     request_id: str = "",
     sequence_ids: Sequence[str] = (),
+    asked: int | None = None,
 ) -> Envelope:
     """Return which of the four a response with status 200 or 408 is.
 
     A response that fits none of them raises APIResponseValidationError with the request's id. `sequence_ids` are those
-    of the acceptance: results of a sample do not repeat them, so they are filled in here.
+    of the acceptance: results of a sample do not repeat them, so they are filled in here. `asked` is how many datums or
+    samples the request had: a result with more of them does not fit.
     """
     try:
         if status == 408:
             return Pending(*_queue(_json_or_none(content)))
-        return _read_success(headers, content, result_type, sequence_ids)
+        return _read_success(headers, content, result_type, sequence_ids, asked)
     except APIResponseValidationError as error:
         message = f"{error.message} (request {request_id})"
         raise APIResponseValidationError(Response(status, headers), error.body, message) from None
 
 
 def _read_success(
-    headers: Mapping[str, str], content: bytes, result_type: type[Value], sequence_ids: Sequence[str]
+    headers: Mapping[str, str],
+    content: bytes,
+    result_type: type[Value],
+    sequence_ids: Sequence[str],
+    asked: int | None,
 ) -> Envelope:
     if PROTOBUF in headers.get("content-type", "").lower():
         from tinkex.wire import proto_codec
 
         try:
-            return Done(proto_codec.decode_answer(content, result_type, sequence_ids))
+            return Done(proto_codec.decode_answer(content, result_type, sequence_ids, asked))
         except ValidationError as error:
             raise APIResponseValidationError(message=f"The service's answer does not fit: {error}") from None
-    obj = json_codec.decode_answer(content)
-    if not isinstance(obj, dict):
-        raise APIResponseValidationError(body=obj, message=f"The service answered a bare {type(obj).__name__}")
+    obj = json_codec.read_object(content)
     if obj.get("type") == "try_again":
         return Pending(*_queue(obj))
     if obj.get("status") == "complete_metadata":
@@ -95,6 +102,9 @@ def _read_success(
     if obj.get("error") is not None or ("error" in obj and "category" in obj):
         reason = "The service gave no reason." if obj["error"] is None else str(obj["error"])
         return Failed(reason, RequestErrorCategory.parse(obj.get("category")))
+    for name in ("sequences", "loss_fn_outputs"):
+        if asked is not None and isinstance(entries := obj.get(name), list) and len(entries) > asked:
+            raise APIResponseValidationError(message=f"The service's answer has {len(entries)} {name} for {asked}")
     if isinstance(sequences := obj.get("sequences"), list):
         for sequence, name in zip(sequences, sequence_ids, strict=False):
             if isinstance(sequence, dict):
@@ -118,7 +128,7 @@ def _size(obj: dict[str, Any]) -> int:
 
 def _json_or_none(content: bytes) -> Any:
     try:
-        return json_codec.decode(content)
+        return json_codec.decode_bounded(content)
     except ValueError:
         return None  # the status is enough
 
@@ -132,13 +142,21 @@ class Accepted(NamedTuple):
 
 
 def read_accepted(content: bytes) -> Accepted:
-    """Read the response to a submission."""
+    """Read the response to a submission. Raises APIResponseValidationError, also for one that is far too large."""
+    if len(content) > MAX_ACCEPTED_BYTES:
+        raise APIResponseValidationError(
+            message=f"The service accepted with {len(content):,} bytes, of which it needs a few hundred."
+        )
     obj = json_codec.decode_answer(content)
     request_id = obj.get("request_id") if isinstance(obj, dict) else None
     if not isinstance(request_id, str) or not request_id:
-        raise APIResponseValidationError(body=obj, message=f"The service accepted without a request_id: {obj!r:.200}")
+        raise APIResponseValidationError(
+            body=obj, message=f"The service accepted without a request_id: {content[:200]!r}"
+        )
     ids = obj.get("sample_sequence_ids")
     if ids is not None and not (isinstance(ids, list) and all(isinstance(entry, str) for entry in ids)):
-        raise APIResponseValidationError(body=obj, message=f"sample_sequence_ids should be a list of ids: {ids!r:.200}")
+        raise APIResponseValidationError(
+            body=obj, message=f"sample_sequence_ids should be a list of ids: {content[:200]!r}"
+        )
     model_id = obj.get("model_id")
     return Accepted(request_id, ids, model_id if isinstance(model_id, str) else None)

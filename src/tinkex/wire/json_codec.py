@@ -11,7 +11,18 @@ import orjson
 from tinkex.errors import APIResponseValidationError, ValidationError
 from tinkex.types.base import Value
 from tinkex.types.coerce import is_lenient
+from tinkex.wire import scan
 from tinkex.wire.dialect import Dialect
+
+MAX_DEPTH = 100
+"""Of lists and objects in a response. Python's own recursion ends at 1,000, and every value is at most ten deep."""
+SMALL_BYTES = 1 << 20
+"""Up to here it does not matter what a response becomes in memory."""
+MAX_JSON_BYTES = 1 << 29
+"""Of a response: decoding needs several times as much."""
+MAX_ELEMENTS = 1 << 27
+"""Of a response, as `scan` counts them. A million tokens with their twenty likeliest have 82 million; whether
+their digits fit is for MAX_JSON_BYTES to say. Empty lists, the worst, reach it with 134 MB and take 4 GB to decode."""
 
 V = TypeVar("V", bound=Value)
 
@@ -50,8 +61,30 @@ def decode(content: bytes) -> Any:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
         if b"NaN" in content or b"Infinity" in content:
-            return json.loads(content)
+            return _decode_with_nan(content)
         raise
+
+
+def _decode_with_nan(content: bytes) -> Any:
+    try:
+        obj = json.loads(content)
+        if b"\\ud" in content.lower():  # half a character, which orjson rejects too: nothing could be sent with it
+            json.dumps(obj, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("the JSON is nested too deep") from None
+    return obj
+
+
+def decode_bounded(content: bytes) -> Any:
+    """`decode`, for bytes that somebody else made: JSON too deep or with too many elements is a ValueError too."""
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"the JSON has more than {MAX_JSON_BYTES:,} bytes")
+    if len(content) > SMALL_BYTES and scan.count_json_elements(content) > MAX_ELEMENTS:
+        raise ValueError(f"the JSON has more than {MAX_ELEMENTS:,} elements")
+    obj = decode(content)
+    if scan.is_json_deeper_than(content, MAX_DEPTH):
+        raise ValueError(f"the JSON is nested deeper than {MAX_DEPTH} levels")
+    return obj
 
 
 def dump(value: Value, dialect: Dialect) -> dict[str, Any]:
@@ -81,12 +114,22 @@ def read_content(cls: type[V], content: bytes) -> V:
     return read(cls, decode_answer(content))
 
 
+def read_object(content: bytes) -> dict[str, Any]:
+    """Return what a service answered, if it is a JSON object; anything else is an APIResponseValidationError."""
+    obj = decode_answer(content)
+    if not isinstance(obj, dict):
+        raise APIResponseValidationError(body=obj, message=f"The service answered a bare {type(obj).__name__}")
+    return obj
+
+
 def decode_answer(content: bytes) -> Any:
     """`decode`, for what a service answered: content that is no JSON is an APIResponseValidationError."""
     try:
-        return decode(content)
-    except ValueError:
+        return decode_bounded(content)
+    except ValueError as error:
         shown = content[:200].decode("utf-8", "replace")
+        is_json = str(error).startswith("the JSON")
+        reason = f"cannot be taken, because {error}" if is_json else "are not JSON"
         raise APIResponseValidationError(
-            body=shown, message=f"The service answered {len(content)} bytes that are not JSON: {shown!r}"
+            body=shown, message=f"The service answered {len(content)} bytes that {reason}: {shown!r}"
         ) from None

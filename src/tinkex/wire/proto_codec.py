@@ -28,12 +28,13 @@ from tinkex.types.inputs import (
     SampledProvenanceSpan,
     room_of,
 )
-from tinkex.types.packed import TensorDtype, pack_ints, unpack
+from tinkex.types.packed import TensorDtype, pack_ints, unpack, widen_ints
 from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.tensor import TensorData
 from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, ForwardRequest
 from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.proto_writer import MAP_VALUE, Parts, blob, double, entry, fields_of, integer, message, packed, text
+from tinkex.wire.scan import check_message_elements, check_message_fields
 
 _REQUEST, _CONFIG, _DATUM = (fields_of(kind) for kind in (pb.ForwardBackwardRequest, pb.LossConfigValue, pb.Datum))
 DATUMS: int = _REQUEST.data
@@ -49,12 +50,30 @@ _SAMPLE, _SEQUENCE, _TOPK, _ALTERNATIVES = (
 _TENSOR, _CSR = fields_of(pb.Tensor), fields_of(pb.SparseCsr)
 
 
-def decode_answer(content: bytes, result_type: type[Value], sequence_ids: Sequence[str] = ()) -> Value:
-    """The result of a future, if it is of a type that travels as protobuf."""
+MAX_RESULTS = 1 << 16
+"""Of a response to a request of unknown size."""
+_SMALL_BYTES = 1 << 20
+"""Up to here protobuf's own objects take 100 MB at worst, and counting before they are made would cost more."""
+_MAX_OUTPUTS = 64
+"""Of one datum, by name."""
+_MAX_EMPTY_RECORDS = 1 << 10
+"""Records without a datum: services may send some, and nothing comes of them."""
+_ELEMENTS, _ELEMENTS_EACH = 1 << 14, 1 << 8
+"""What a response may consist of, in all and for each result: ten times what services send."""
+_MAX_EXTENTS = 64
+"""Of a tensor's shape, as in numpy."""
+_MAX_DENSE = 1 << 28
+"""Numbers of a sparse tensor in a response, if it were dense."""
+
+
+def decode_answer(
+    content: bytes, result_type: type[Value], sequence_ids: Sequence[str] = (), asked: int | None = None
+) -> Value:
+    """The result of a future, if it is of a type that travels as protobuf. `asked`: how many datums or samples."""
     if result_type is SampleResponse:
-        return decode_sample_response(content, sequence_ids)
+        return decode_sample_response(content, sequence_ids, asked)
     if result_type is ForwardBackwardOutput:
-        return decode_forward_backward_output(content)
+        return decode_forward_backward_output(content, asked)
     raise ValidationError(f"{result_type.__name__} does not travel as protobuf")
 
 
@@ -142,6 +161,11 @@ def decode_forward_backward_request(content: bytes) -> ForwardBackwardRequest | 
     return ForwardBackwardRequest(forward_backward_input=batch, model_id=request.model_id, seq_id=request.seq_id)
 
 
+def check_forward_backward_request(content: bytes, max_datums: int, max_fields: int, max_elements: int) -> None:
+    """Reject a request that would become too many objects, before any of them is made: see `scan`."""
+    check_message_fields(content, DATUMS, max_datums, max_fields, "datums", pb.Datum.DESCRIPTOR, max_elements)
+
+
 def peek_forward_backward_request(content: bytes) -> tuple[str | None, int | None]:
     """Return model and sequence number of a request whose data cannot be read; None where they cannot either."""
     try:
@@ -222,12 +246,26 @@ def _record(datums: Sequence[Mapping[str, TensorData]]) -> Parts:
     return [*parts, integer(_RECORD.num_datums, len(datums))]
 
 
-def decode_forward_backward_output(content: bytes) -> ForwardBackwardOutput:
-    """One dict of tensors per datum; the tensors of one output share one buffer."""
-    output = _parse(pb.ForwardBackwardOutput, content)
+def decode_forward_backward_output(content: bytes, asked: int | None = None) -> ForwardBackwardOutput:
+    """One dict of tensors per datum; the tensors of one output share one buffer.
+
+    More datums than were `asked` for do not fit: a few bytes can claim any number of them.
+    """
+    max_datums = MAX_RESULTS if asked is None else asked
+    output = _parse_result(pb.ForwardBackwardOutput, content, max_datums)
+    if len(output.loss_fn_outputs) > max_datums + _MAX_EMPTY_RECORDS:
+        raise ValidationError(f"it has {len(output.loss_fn_outputs)} records for {max_datums} datums")
+    records = [record for record in output.loss_fn_outputs if record.num_datums or record.fields]
+    if len(records) > max_datums:
+        raise ValidationError(f"it has {len(records)} records for {max_datums} datums")
     datums: list[dict[str, TensorData]] = []
-    for record in output.loss_fn_outputs:
-        columns = {name: _read_column(field, name) for name, field in record.fields.items()}
+    for record in records:
+        if len(record.fields) > _MAX_OUTPUTS:
+            raise ValidationError(f"it has {len(record.fields)} outputs for each datum")
+        left = max_datums - len(datums)
+        if record.num_datums > left:
+            raise ValidationError(f"it has {len(datums) + record.num_datums} outputs for {max_datums} datums")
+        columns = {name: _read_column(field, name, left) for name, field in record.fields.items()}
         # The count also stands when the service left out every output; services before it count by the first one.
         count = record.num_datums or max(map(len, columns.values()), default=0)
         for name, column in columns.items():
@@ -241,9 +279,11 @@ def decode_forward_backward_output(content: bytes) -> ForwardBackwardOutput:
     )
 
 
-def _read_column(field: Any, name: str) -> list[TensorData]:
+def _read_column(field: Any, name: str, max_datums: int) -> list[TensorData]:
     try:
-        dtype, row_shape = _dtype_of(field.dtype), list(field.trailing_shape)
+        dtype, row_shape = _dtype_of(field.dtype), _extents(field.trailing_shape)
+        if len(field.offsets) > 8 * (max_datums + 1):
+            raise ValidationError(f"more than {max_datums} entries, one for each datum")
         raw, offsets = field.data, _indices(field.offsets)
         data = memoryview(_widened(raw, field.dtype))
         if offsets and not (offsets[0] >= 0 and offsets[-1] <= len(raw) and sorted(offsets) == offsets):
@@ -296,20 +336,28 @@ def _topk(topk: TopkLogprobs) -> Parts:
     return [*buffers, integer(_TOPK.k, topk.k), integer(_TOPK.length, topk.length)]
 
 
-def decode_sample_response(content: bytes, sequence_ids: Sequence[str] = ()) -> SampleResponse:
-    """The ids are those that the service named when it accepted the request; without them they stay empty."""
-    response = _parse(pb.SampleResponse, content)
+def decode_sample_response(
+    content: bytes, sequence_ids: Sequence[str] = (), asked: int | None = None
+) -> SampleResponse:
+    """The ids are those that the service named when it accepted the request; without them they stay empty.
+
+    More sequences than were `asked` for do not fit.
+    """
+    max_sequences = MAX_RESULTS if asked is None else asked
+    response = _parse_result(pb.SampleResponse, content, max_sequences)
+    if len(response.sequences) > max_sequences:
+        raise ValidationError(f"it has {len(response.sequences)} sequences for {max_sequences} samples")
     ids = [*sequence_ids, *[""] * (len(response.sequences) - len(sequence_ids))]
     sequences = [_read_sequence(sequence, name) for sequence, name in zip(response.sequences, ids, strict=False)]
     alternatives = None
     if response.HasField("prompt_alt_tokens"):
         both = response.prompt_alt_tokens
-        alternatives = PromptAltTokens(read_tensor(both.tokens), read_tensor(both.logprobs))
+        alternatives = PromptAltTokens(_read_result_tensor(both.tokens), _read_result_tensor(both.logprobs))
     return SampleResponse.from_buffers(
         sequences,
         _whole_numbers(response.prompt_logprobs) if response.HasField("prompt_logprobs") else None,
         _read_topk(response.topk_prompt_logprobs) if response.HasField("topk_prompt_logprobs") else None,
-        read_tensor(response.target_prompt_logprobs) if response.HasField("target_prompt_logprobs") else None,
+        _read_result_tensor(response.target_prompt_logprobs) if response.HasField("target_prompt_logprobs") else None,
         response.prompt_cache_hit_tokens,
         alternatives,
     )
@@ -359,13 +407,27 @@ def _tensor(tensor: TensorData) -> Parts:
 
 def read_tensor(tensor: Any) -> TensorData:
     """A tensor over the bytes that protobuf hands out; without a shape it is one-dimensional."""
-    shape = tuple(tensor.shape) or None
+    shape = _extents(tensor.shape) or None
     dtype = _dtype_of(tensor.dtype)
     if not tensor.HasField("sparse_csr"):
         return TensorData.from_buffer(_widened(tensor.dense, tensor.dtype), dtype, shape)
     csr = tensor.sparse_csr
     crow, col = _indices(csr.crow_indices), _indices(csr.col_indices)
     return TensorData.from_buffer(_widened(csr.values, tensor.dtype), dtype, shape, crow, col)
+
+
+def _read_result_tensor(tensor: Any) -> TensorData:
+    """A tensor of a response, which may be read as a dense one: that must fit into memory."""
+    value = read_tensor(tensor)
+    if value.is_sparse and value.size > _MAX_DENSE:
+        raise ValidationError(f"a sparse tensor has the shape {value.shape}, more than {_MAX_DENSE:,} numbers")
+    return value
+
+
+def _extents(shape: Any) -> list[int]:
+    if len(shape) > _MAX_EXTENTS:
+        raise ValidationError(f"a tensor has {len(shape)} extents, more than {_MAX_EXTENTS}")
+    return list(shape)
 
 
 def _dtype_of(wire_dtype: int) -> TensorDtype:
@@ -379,7 +441,7 @@ def _dtype_of(wire_dtype: int) -> TensorDtype:
 def _widened(buffer: bytes, wire_dtype: int) -> bytes:
     """The two narrow dtypes become int64 and float32; the others pass untouched."""
     if wire_dtype == pb.DTYPE_INT32:
-        return pack_ints(unpack("i", _whole_numbers(buffer)))
+        return widen_ints(_whole_numbers(buffer))
     if wire_dtype == pb.DTYPE_BFLOAT16:  # the upper half of a float32
         out = bytearray(2 * len(_whole_numbers(buffer, 2)))
         out[2::4], out[3::4] = buffer[0::2], buffer[1::2]
@@ -396,6 +458,13 @@ def _whole_numbers(buffer: bytes, width: int = 4) -> bytes:
     if len(buffer) % width:
         raise ValidationError(f"{len(buffer)} bytes are not a whole number of {width}-byte values")
     return buffer
+
+
+def _parse_result(kind: Any, content: bytes, results: int) -> Any:
+    """`_parse`, after a count of what the bytes would become: two of them can be a message of 300."""
+    if len(content) > _SMALL_BYTES:
+        check_message_elements(content, kind.DESCRIPTOR, _ELEMENTS + _ELEMENTS_EACH * results)
+    return _parse(kind, content)
 
 
 def _parse(kind: Any, content: bytes) -> Any:

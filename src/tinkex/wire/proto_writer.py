@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from tinkex.errors import ValidationError
+
 Part = bytes | memoryview
 Parts = list[Part]
 
@@ -42,7 +44,10 @@ def integer(field: int, value: int, *, keep_default: bool = False) -> bytes:
 
 
 def text(field: int, value: str, *, keep_default: bool = False) -> bytes:
-    raw = value.encode()
+    try:
+        raw = value.encode()
+    except UnicodeEncodeError:
+        raise ValidationError(f"{value[:60]!r} cannot be sent: half a character (a lone surrogate) is in it") from None
     return _SMALL[field << 3 | 2] + varint(len(raw)) + raw if raw or keep_default else b""
 
 

@@ -6,8 +6,16 @@ The decoder takes bytes in whatever pieces the network hands over and knows no I
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from tinkex.errors import APIResponseValidationError
+
+MAX_EVENT_BYTES = 1 << 30
+"""Of one event, unless the reader sets another limit: that of a client's whole response, `max_response_bytes`. The last
+event of a stream has the whole result, and our server allows 8.4 million tokens of 26 bytes in it."""
+_PIECE_BYTES = 64
+"""What a piece of a line costs in memory beside its bytes."""
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile("\r\n|\r|\n")
 
@@ -22,7 +30,9 @@ class Event(NamedTuple):
 class SSEDecoder:
     """Turns the pieces of one stream into events; a piece may end anywhere, even inside a character."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._size_bytes = 0  # of the lines since the last event
         self._is_start = True
         self._after_cr = False
         self._partial: list[bytes] = []  # pieces of the line that has no end yet
@@ -30,7 +40,7 @@ class SSEDecoder:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """The events that this piece completes."""
+        """The events that this piece completes. Raises APIResponseValidationError for an event beyond the limit."""
         if not chunk:
             return []
         if self._after_cr and chunk[0] == 0x0A:  # CRLF fell apart between two pieces: one line end, not two
@@ -39,6 +49,12 @@ class SSEDecoder:
         events = []
         for line in chunk.splitlines(keepends=True):
             self._partial.append(line)
+            self._size_bytes += len(line) + _PIECE_BYTES
+            if self._size_bytes > self._limit_bytes:
+                raise APIResponseValidationError(
+                    message=f"An event of the service's stream has more than {self._limit_bytes:,} bytes. If it is "
+                    "right to send so much, raise max_response_bytes."
+                )
             if line.endswith((b"\n", b"\r")):
                 event = self._line(b"".join(self._partial).rstrip(b"\r\n"))
                 self._partial.clear()
@@ -64,7 +80,7 @@ class SSEDecoder:
 
     def _dispatch(self) -> Event | None:
         event = Event(self._event or "message", "\n".join(self._data)) if self._data else None
-        self._event, self._data = "", []
+        self._event, self._data, self._size_bytes = "", [], 0
         return event
 
 
@@ -76,6 +92,13 @@ def encode(event: str, data: str | bytes) -> bytes:
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(text))
     name = f"event: {event}\n" if event else ""
     return f"{name}{lines}\n".encode()
+
+
+def encode_pieces(event: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield one event whose data, a single line, come in pieces."""
+    yield f"event: {event}\ndata: ".encode()
+    yield from pieces
+    yield b"\n\n"
 
 
 def comment(text: str) -> bytes:

@@ -17,6 +17,7 @@ import pytest
 
 import tinkex
 from tests.integration.client.conftest import MODEL, datum, prompt, step
+from tinkex.client._calls import retry
 from tinkex.client._calls.limits import limiter_for
 from tinkex.client._runtime import session
 from tinkex.testing import Delay, ScriptedService, Status, Work
@@ -100,6 +101,19 @@ def test_a_heartbeat_answered_410_is_the_last(
 
 
 @pytest.mark.usefixtures("quick_heartbeats")
+def test_a_heartbeat_that_meets_the_end_of_its_own_session_is_no_warning(
+    service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.script.on("session_heartbeat", nth=1, do=(Delay(0.2), Status(410)))
+    service.script.on("finish_session", do=Delay(0.5))
+    client = connect(service)
+    client.create_sampling_client(base_model=MODEL)
+    service.wait_for_requests("session_heartbeat", 1)
+    client.close().result(10)
+    assert "ended session" not in caplog.text
+
+
+@pytest.mark.usefixtures("quick_heartbeats")
 def test_heartbeats_outlive_faults_and_silence_is_reported_once(
     service: ScriptedService, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +171,18 @@ def test_a_service_without_the_finish_call_can_be_closed(connect: Connect) -> No
         client.create_sampling_client(base_model=MODEL)
         assert client.close().result(10) is None
         assert [request.status for request in service.requests_to("finish_session")] == [404]
+
+
+def test_a_program_does_not_fail_at_its_end_because_the_service_is_away(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retry, "fault_delay", lambda *given: 0.01)
+    with ScriptedService(base_models=[MODEL]) as service:
+        client = connect(service)
+        client.create_sampling_client(base_model=MODEL)
+    with client:  # the service has been stopped
+        pass
+    assert "the service was not told" in caplog.text
 
 
 def test_with_tells_the_service_how_it_ended(service: ScriptedService, connect: Connect) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import re
 import time
 from collections.abc import Callable
 
 import pytest
 
 import tinkex
-from tests.integration.client.conftest import MODEL, prompt, step
-from tinkex.testing import Answer, Delay, Drop, FailFuture, Pending, ScriptedService, Status
+from tests.integration.client.conftest import MODEL, datum, prompt, step
+from tinkex.testing import Answer, Delay, Drop, FailFuture, Pending, ScriptedService, Status, Work
 
 Connect = Callable[..., tinkex.ServiceClient]
 
@@ -72,10 +73,68 @@ def test_x_should_retry_true_makes_a_409_transient_and_false_makes_a_500_final(
 
 def test_attempts_are_bounded_and_the_error_says_how_many(proto_service: ScriptedService, connect: Connect) -> None:
     training = connect(proto_service, max_retries=4).create_lora_training_client(MODEL)
-    proto_service.script.on("optim_step", do=Status(503, "busy", headers={"retry-after-ms": "1"}))
+    proto_service.script.on("optim_step", do=Status(500, "busy", headers={"retry-after-ms": "1"}))
     with pytest.raises(tinkex.InternalServerError, match=r"gave up after 4 attempts.*busy"):
         training.optim_step(step()).result(20)
     assert attempts(proto_service, "optim_step") == 4
+
+
+FULL = "This key would hold 7 training operations that wait, and the limit is 6. Await some results."
+
+
+def test_a_full_queue_is_waited_out_and_no_call_of_a_run_is_left_out(
+    service: ScriptedService, connect: Connect
+) -> None:
+    """Before: the call failed after `max_retries` attempts, and the calls behind it trained something else."""
+    training = connect(service, max_retries=2).create_lora_training_client(MODEL)
+    names = ["forward_backward", "optim_step"]
+    full = Status(429, FULL, headers={"retry-after-ms": "20"})
+    service.script.on(names, nth=5, times=6, do=full)
+    service.script.on(names, nth=17, times=6, do=full)
+    pairs = [(training.forward_backward([datum()], "cross_entropy"), training.optim_step(step())) for _ in range(8)]
+    for passed, stepped in pairs:
+        assert passed.result(20).metrics and stepped.result(20) is not None
+    assert [op for _, _, op in service.executed] == names * 8
+    assert [seq_id for _, seq_id, _ in service.executed] == list(range(1, 17))
+    sent = [request for name in names for request in service.requests_to(name)]
+    assert len(sent) == 16 + 12
+    put_off = {request.headers["x-idempotency-key"] for request in sent if request.status == 429}
+    assert len(put_off) == 2
+    for key in put_off:
+        assert len({request.body for request in sent if request.headers["x-idempotency-key"] == key}) == 1
+    assert training.stats()["rate_limited"] == 12
+
+
+def test_waiting_for_a_full_queue_is_said_in_the_words_of_the_service(
+    proto_service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = connect(proto_service, wait_line_s=0.2).create_lora_training_client(MODEL)
+    full = proto_service.script.on(
+        "optim_step", nth=2, times=10**6, do=Status(429, FULL, headers={"retry-after": "0.1"})
+    )
+    proto_service.script.on("optim_step", nth=1, do=Work(0.9))
+    first, second = training.optim_step(step()), training.optim_step(step())
+    proto_service.wait_for_requests("optim_step", 3)
+    status = second.status()
+    assert status.state == "submitting" and "429" in (status.last_error or "")
+    first.result(20)
+    lines = [record.getMessage() for record in caplog.records if record.name == "tinkex.wait"]
+    expected = r'waiting \d+ s for optim_step seq 2: not accepted yet, attempt \d, the service says "(.*)", 0 polls, '
+    said = [match[1] for line in lines if (match := re.match(expected, line))]
+    assert said and set(said) == {FULL}, lines
+    proto_service.script.rules.remove(full)
+    second.result(20)
+    assert second.status().last_error is None, "it was accepted: nothing of that is an error"
+
+
+def test_a_queue_that_stays_full_ends_at_the_deadline_with_its_sentence(
+    proto_service: ScriptedService, connect: Connect
+) -> None:
+    training = connect(proto_service, deadline_s=0.7, max_retries=2).create_lora_training_client(MODEL)
+    proto_service.script.on("optim_step", do=Status(429, FULL, headers={"retry-after-ms": "50"}))
+    with pytest.raises(tinkex.DeadlineExceeded, match=r"Gave up after 1 s.*limit is 6.*Raise deadline_s"):
+        training.optim_step(step()).result(20)
+    assert attempts(proto_service, "optim_step") > 2
 
 
 @pytest.mark.slow

@@ -74,6 +74,17 @@ def test_where_streaming_is_not_announced_one_final_chunk_comes(connect: Connect
         assert not service.requests_to("sample_stream")
 
 
+def test_numbers_as_text_and_missing_logprobs_are_read_in_a_stream_as_elsewhere(
+    proto_service: ScriptedService, sampler: tinkex.SamplingClient
+) -> None:
+    """Before: both were refused, in a stream alone."""
+    token = b'event: token\ndata: {"index": "0", "tokens": ["5", 6], "logprobs": [null, -0.5]}\n\n'
+    done = b'event: done\ndata: {"sequences": [{"stop_reason": "stop", "tokens": [5, 6]}]}\n\n'
+    proto_service.script.on("sample_stream", do=Answer(token + done, "text/event-stream"))
+    first, *_ = sampler.stream(prompt(), PARAMS)
+    assert first == tinkex.StreamChunk(0, [5, 6], [None, -0.5])
+
+
 def test_a_stream_is_read_once(proto_service: ScriptedService, connect: Connect) -> None:
     stream = connect(proto_service).create_sampling_client(base_model=MODEL).stream(prompt(), PARAMS)
     assert list(stream)

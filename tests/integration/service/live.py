@@ -24,9 +24,18 @@ def free_port() -> int:
 
 
 class LiveServer:
-    """The same port and data folder on every start."""
+    """The same port and data folder on every start. `source` is the `src` of another checkout, to compare with."""
 
-    def __init__(self, data_dir: Path, *flags: str, models: tuple[str, ...] = ("tinkex/tiny",)) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *flags: str,
+        models: tuple[str, ...] = ("tinkex/tiny",),
+        source: Path | None = None,
+        max_files: int | None = None,
+    ) -> None:
+        """`max_files` is how many files the server may have open."""
+        self._environment = None if source is None else {**os.environ, "PYTHONPATH": str(source)}
         self.data_dir, self.port, self.cache = data_dir, free_port(), CACHE
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = data_dir.parent / f"{data_dir.name}.log"
@@ -38,11 +47,15 @@ class LiveServer:
             *[word for name in models for word in ("--base-model", name)],
             *flags,
         ]
+        if max_files is not None:
+            self._words = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *self._words]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait_s: float = 120.0) -> None:
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                self._words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._environment
+            )
         if wait_s:
             self.wait_until_ready(wait_s)
 

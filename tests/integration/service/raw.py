@@ -70,7 +70,7 @@ class Raw:
     def poll(self, request_id: object, *, proto: bool = False) -> Answer:
         """The result, however often it has to be asked for."""
         headers = {"accept": PROTOBUF} if proto else {}
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while True:
             answer = self.post("retrieve_future", {"request_id": request_id}, headers=headers)
             if answer.status != 408 or time.monotonic() > end:

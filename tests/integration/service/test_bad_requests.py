@@ -477,7 +477,7 @@ def test_compressed_bodies_are_read(alice: Raw, run: Run) -> None:
 
 def test_a_body_that_is_too_large_is_rejected_before_it_is_read(alice: Raw) -> None:
     for call in ("forward_backward", "create_session", "asample"):
-        answer = check_refused(alice, alice.post(call, b" " * 1_000_001), r"larger than 1000000 bytes")
+        answer = check_refused(alice, alice.post(call, b" " * 1_000_001), r"limit is 1000000 \(--max-body-bytes\)")
         assert answer.status == 413
 
 

@@ -20,7 +20,7 @@ from tests.integration.service.raw import Answer, Raw, Run, batch
 from tinkex.client._calls import validate
 from tinkex.client._calls.sample_call import SampleCall
 from tinkex.errors import ValidationError
-from tinkex.rules import limits
+from tinkex.rules import checkpoint_names, ranges
 from tinkex.rules.losses import LOSSES
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SamplingParams
@@ -151,7 +151,7 @@ def stepped(client: Raw) -> Run:
 
 
 @settings(FEW, max_examples=80)
-@given(params=st.fixed_dictionaries({}, optional=dict.fromkeys(limits.ADAMW, SETTING)))
+@given(params=st.fixed_dictionaries({}, optional=dict.fromkeys(ranges.ADAMW, SETTING)))
 def test_optimizer_settings(client: Raw, stepped: Run, params: dict[str, float]) -> None:
     rejection = words_of(lambda: validate.check_adam(AdamParams(**params)))
     body = {"model_id": stepped.id, "seq_id": stepped.take(), "adam_params": params}
@@ -180,8 +180,8 @@ TARGETS = [TensorData([[1, 2]]), TensorData([[1], [2]]), TensorData([1, 2]), Ten
 EXTRAS = st.fixed_dictionaries(
     {},
     optional={
-        # Beyond limits.MAX_TOPK it is the service's own limit.
-        "topk_prompt_logprobs": mostly([0, 3, limits.MAX_TOPK], [-1]),
+        # Beyond ranges.MAX_TOPK it is the service's own limit.
+        "topk_prompt_logprobs": mostly([0, 3, ranges.MAX_TOPK], [-1]),
         "topk_sample_logprobs": mostly([0, 3], [-1]),
         "prompt_alt_tokens_k": mostly([0, 2], [-1]),
         "prompt_logprobs_last_n": mostly([1, 99], [-1, 0]),
@@ -241,7 +241,7 @@ def sampler(client: Raw) -> tuple[str, list[int]]:
 def test_adapters(client: Raw, rank: int, flags: dict[str, bool]) -> None:
     rejection = words_of(lambda: validate.check_lora(LoraConfig(rank=rank, **flags)))
     if rejection is None:  # the width of the model is the service's own knowledge
-        rejection = words_of(lambda: limits.check_rank(rank, "tinkex/tiny", 64))
+        rejection = words_of(lambda: ranges.check_rank(rank, "tinkex/tiny", 64))
     body = {
         "session_id": client.session(),
         "model_seq_id": 0,
@@ -255,7 +255,7 @@ def test_adapters(client: Raw, rank: int, flags: dict[str, bool]) -> None:
 @given(
     name=st.sampled_from([".", "..", ".x", "a.b", "a b", "a/b", "ü", "~", "x" * 200, "x" * 201, "final"])
     | st.text(max_size=3),
-    ttl=st.sampled_from([None, None, 1, 0, -1, limits.MAX_TTL_S, limits.MAX_TTL_S + 1]),
+    ttl=st.sampled_from([None, None, 1, 0, -1, checkpoint_names.MAX_TTL_S, checkpoint_names.MAX_TTL_S + 1]),
 )
 def test_names_of_checkpoints(client: Raw, run: Run, name: str, ttl: int | None) -> None:
     rejection = words_of(lambda: (validate.check_name(name), validate.check_ttl(ttl)))

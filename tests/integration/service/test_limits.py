@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tinkex
 from tests.integration.service.conftest import ALICE, BOB
 from tests.integration.service.live import LiveServer
 from tests.integration.service.raw import (
@@ -135,6 +137,34 @@ def test_operations_beyond_the_limit_are_told_to_wait_and_the_others_run(anna: R
         assert "metrics" in anna.poll(request_id).json
     late = anna.post("forward", {"model_id": run.id, "seq_id": first, "forward_input": batch()})
     assert "arrived after" in anna.poll(late.json["request_id"]).json["error"]
+
+
+def test_a_client_waits_a_full_queue_out_and_trains_what_it_would_have_trained_without_the_limit(
+    live: LiveServer, tmp_path: Path
+) -> None:
+    """Before: the client gave a call up after `max_retries` attempts, and the run went on without it."""
+
+    def train(server: LiveServer) -> tuple[list[float | None], list[float], int]:
+        row = tinkex.Datum(
+            model_input=tinkex.ModelInput.from_ints([7] * 400),
+            loss_fn_inputs={"target_tokens": [8] * 400, "weights": [1.0] * 400},
+        )
+        with tinkex.ServiceClient(base_url=server.url, api_key="tml-pairs", max_retries=1) as client:
+            training = client.create_lora_training_client("tinkex/tiny", rank=8, seed=3)
+            adam = tinkex.AdamParams(learning_rate=1e-3)
+            pairs = [
+                (training.forward_backward([row] * 4, "cross_entropy"), training.optim_step(adam)) for _ in range(10)
+            ]
+            losses = [passed.result(120).loss for passed, _ in pairs]
+            steps = [(stepped.result(120).metrics or {})["step:max"] for _, stepped in pairs]
+            return losses, steps, training.stats()["rate_limited"]
+
+    with LiveServer(tmp_path / "full", "--max-queued-operations", "2") as full:
+        losses, steps, rejections = train(full)
+    expected, _, rejections_without = train(live)
+    assert rejections > 0 and rejections_without == 0
+    assert steps == [float(number) for number in range(1, 11)]
+    assert losses == expected and len(set(losses)) == 10
 
 
 def open_post(client: Raw, path: str, body: bytes, announced: int | None = None) -> socket.socket:

@@ -7,32 +7,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import pytest
+from starlette.routing import Route
 
 from tests.integration.service.conftest import ALICE, BOB
 from tests.integration.service.live import CACHE, LiveServer, free_port
-from tests.integration.service.raw import TOKENS, Answer, Raw, Run, batch, check_told, check_unharmed, text
-
-PROMPT: dict[str, Any] = {"prompt": text(TOKENS), "num_samples": 1, "sampling_params": {"max_tokens": 2, "seed": 1}}
-
-
-class World(NamedTuple):
-    """What a tenant has, by name: the ids that stand in requests."""
-
-    session: str
-    run: str
-    sampler: str
-    operation: str
-    sample: str
-    state: str = "weights/state"
-    lean: str = "sampler_weights/lean"
-    external: str = "external_weights/external"
-
-    def path(self, checkpoint: str) -> str:
-        return f"tinker://{self.run}/{checkpoint}"
+from tests.integration.service.raw import Answer, Raw, Run, check_told, check_unharmed
+from tests.integration.service.tenant_calls import (
+    PROMPT,
+    World,
+    all_calls,
+    changes,
+    lists,
+    named,
+    reads,
+    route_names,
+    service_routes,
+    without_ids,
+    without_key,
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +51,11 @@ def bobs(bob: Raw, bobs_run: Run) -> World:
 
 
 @pytest.fixture(scope="module")
+def bobs_tenant(bob: Raw) -> str:
+    return str(bob.get("service_state").json["tenant"])
+
+
+@pytest.fixture(scope="module")
 def nobodys() -> World:
     """Ids of the same form that never were."""
     session = str(uuid4())
@@ -71,102 +72,6 @@ def alices_path(alices_run: Run) -> str:
     return alices_run.saved("save_weights", "own")
 
 
-Call = tuple[str, str, object]
-TRAINING: dict[str, dict[str, object]] = {
-    "forward": {"forward_input": batch()},
-    "forward_backward": {"forward_backward_input": batch()},
-    "optim_step": {"adam_params": {}},
-    "save_weights": {"path": "x"},
-    "save_weights_for_sampler": {"path": "x"},
-    "save_weights_external": {"path": "x"},
-    "unload_model": {},
-}
-
-
-def calls(world: World, own_path: str) -> dict[str, Call]:
-    """Every way to name something of this world."""
-    session, run, sampler = world.session, world.run, world.sampler
-    found: dict[str, Call] = {
-        "heartbeat": ("POST", "session_heartbeat", {"session_id": session}),
-        "session": ("GET", f"sessions/{session}", None),
-        "finish": ("POST", f"sessions/{session}/finish", {"reason": {"type": "success"}}),
-        "project": ("PUT", f"sessions/{session}/project", {"project_id": "p"}),
-        "trace": ("GET", f"sessions/{session}/trace_export", None),
-        "model in a session": (
-            "POST",
-            "create_model",
-            {"session_id": session, "model_seq_id": 9, "base_model": "tinkex/tiny"},
-        ),
-        "sampler in a session": (
-            "POST",
-            "create_sampling_session",
-            {"session_id": session, "sampling_session_seq_id": 9, "base_model": "tinkex/tiny"},
-        ),
-        "load into a session": (
-            "POST",
-            "load_weights",
-            {"session_id": session, "model_seq_id": 9, "path": own_path, "optimizer": False},
-        ),
-        "copy into a session": (
-            "POST",
-            "copy_weights",
-            {"session_id": session, "model_seq_id": 9, "source_path": own_path},
-        ),
-        "info": ("POST", "get_info", {"model_id": run}),
-        "run": ("GET", f"training_runs/{run}", None),
-        "checkpoints": ("GET", f"training_runs/{run}/checkpoints", None),
-        "sampler": ("GET", f"samplers/{sampler}", None),
-        "join": ("POST", "join_sampling_session", {"sampling_session_id": sampler}),
-        "sample": ("POST", "asample", {**PROMPT, "sampling_session_id": sampler}),
-        "stream": ("POST", "sample_stream", {**PROMPT, "sampling_session_id": sampler}),
-        "results": ("POST", "retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": 0}),
-        "result": ("POST", "retrieve_future", {"request_id": world.operation}),
-        "result of a sample": ("POST", "retrieve_future", {"request_id": world.sample}),
-    }
-    for name, body in TRAINING.items():
-        found[name] = ("POST", name, {"model_id": run, "seq_id": 100, **body})
-    found["load into a run"] = ("POST", "load_weights", {"model_id": run, "seq_id": 100, "path": own_path})
-    return found | {
-        f"{word} {checkpoint}": call
-        for checkpoint in (world.state, world.lean, world.external)
-        for word, call in (reads(world, checkpoint) | changes(world, checkpoint)).items()
-    }
-
-
-def reads(world: World, checkpoint: str) -> dict[str, Call]:
-    path, address = world.path(checkpoint), f"training_runs/{world.run}/checkpoints/{checkpoint}"
-    return {
-        "describe": ("POST", "weights_info", {"tinker_path": path}),
-        "copy": ("POST", "copy_weights", {"source_path": path}),
-        "archive of": ("GET", f"{address}/archive", None),
-        "files of": ("GET", f"{address}/external_weights_urls", None),
-    }
-
-
-def changes(world: World, checkpoint: str) -> dict[str, Call]:
-    address = f"training_runs/{world.run}/checkpoints/{checkpoint}"
-    return {
-        "delete": ("DELETE", address, None),
-        "publish": ("POST", f"{address}/publish", None),
-        "unpublish": ("DELETE", f"{address}/publish", None),
-        "keep": ("PUT", f"{address}/ttl", {"ttl_seconds": 1}),
-    }
-
-
-def sources(world: World) -> dict[str, Call]:
-    path = world.path(world.lean)
-    return {
-        "sample from a path": ("POST", "asample", {**PROMPT, "model_path": path}),
-        "OpenAI's model": ("GET", f"/v1/models/{path}", None),
-        "OpenAI's completion": ("POST", "/v1/completions", {"model": path, "prompt": "a", "max_tokens": 1}),
-        "OpenAI's chat": (
-            "POST",
-            "/v1/chat/completions",
-            {"model": path, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-        ),
-    }
-
-
 def anonymous(answer: Answer, world: World) -> tuple[int, str]:
     """What was answered, with the ids that were asked for taken out."""
     said = answer.content.decode()
@@ -175,19 +80,68 @@ def anonymous(answer: Answer, world: World) -> tuple[int, str]:
     return answer.status, said
 
 
-NAMES = [*calls(World("", "", "", "", ""), ""), *sources(World("", "", "", "", ""))]
+NOBODY = World("", "", "", "", "")
+SILENT = "POST /api/v1/cancel_future"
+"""Answers the same whatever it is asked; that it does nothing is checked below."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_every_route_is_in_the_table() -> None:
+    rows = all_calls(NOBODY)
+    routes = route_names(service_routes())
+    assert routes - rows.keys() == set(), "say in tenant_calls.py how another tenant would call these"
+    assert rows.keys() - routes == set(), "these routes are gone"
+    assert not [route for route, calls in rows.items() if not calls]
+
+
+def test_a_new_route_without_a_row_is_noticed() -> None:
+    async def leak(request: object) -> None: ...
+
+    routes = [*service_routes(), Route("/api/v1/leak/{name:path}", leak)]
+    assert route_names(routes) - all_calls(NOBODY).keys() == {"GET /api/v1/leak/{name}"}
+
+
+@pytest.mark.parametrize("route", named(NOBODY, ""))
 def test_what_is_anothers_is_unknown_in_the_same_words(
-    alice: Raw, bobs: World, nobodys: World, alices_path: str, name: str
+    alice: Raw, bobs: World, nobodys: World, alices_path: str, route: str
 ) -> None:
-    theirs, unknown = (
-        anonymous(alice.ask(*(calls(world, alices_path) | sources(world))[name]), world) for world in (bobs, nobodys)
-    )
-    assert theirs == unknown
-    assert theirs[0] == (410 if name == "result of a sample" else 404)
-    assert "is not known" in theirs[1] or name == "result of a sample"
+    for theirs, unknown in zip(named(bobs, alices_path)[route], named(nobodys, alices_path)[route], strict=True):
+        said, expected = anonymous(alice.ask(*theirs), bobs), anonymous(alice.ask(*unknown), nobodys)
+        assert said == expected
+        is_sample = isinstance(theirs[2], dict) and theirs[2].get("request_id") == bobs.sample
+        assert said[0] == (200 if route == SILENT else 410 if is_sample else 404), said
+        assert "is not known" in said[1] or is_sample or route == SILENT
+
+
+@pytest.mark.parametrize("route", lists(NOBODY))
+def test_a_list_shows_what_is_the_tenants_own(
+    alice: Raw, bob: Raw, bobs: World, bobs_tenant: str, alices_path: str, route: str
+) -> None:
+    for call in lists(bobs)[route]:
+        answer = alice.ask(*call)
+        assert answer.status == 200
+        said = answer.content.decode()
+        assert bobs.session not in said and bobs_tenant not in said
+
+
+@pytest.mark.parametrize("route", without_ids())
+def test_other_calls_tell_nothing_of_other_tenants(alice: Raw, bobs: World, bobs_tenant: str, route: str) -> None:
+    for call in without_ids()[route]:
+        answer = alice.ask(*call)
+        assert answer.status < 500
+        assert bobs.session.encode() not in answer.content and bobs_tenant.encode() not in answer.content
+
+
+@pytest.mark.parametrize("route", all_calls(NOBODY))
+def test_without_a_key_every_route_is_401_but_those_that_are_open(keyed: LiveServer, bobs: World, route: str) -> None:
+    stranger = Raw(keyed)
+    for call in all_calls(bobs)[route]:
+        answer = stranger.ask(*call)
+        if route in without_key():
+            assert answer.status in (200, 307, 403, 404)
+            assert bobs.session.encode() not in answer.content
+        else:
+            assert answer.status == 401
+            assert b"API key" in answer.content
 
 
 def test_weights_of_another_are_as_unknown_to_a_run(alice: Raw, bobs: World, nobodys: World, alices_run: Run) -> None:
@@ -198,24 +152,17 @@ def test_weights_of_another_are_as_unknown_to_a_run(alice: Raw, bobs: World, nob
     assert said[0] == said[1] and '"category":"user"' in said[0][1]
 
 
-def test_no_list_shows_what_is_anothers(alice: Raw, bobs: World, alices_path: str) -> None:
-    for path in (
-        "sessions",
-        "training_runs",
-        "checkpoints",
-        "audit",
-        "/v1/models",
-        "billing/usage/checkpoints/current",
-    ):
-        assert bobs.session not in alice.get(path).content.decode(), path
+def test_a_tenant_finds_its_own_in_its_lists(alice: Raw, bobs: World, alices_path: str) -> None:
     assert alices_path in alice.get("checkpoints").content.decode()
+    assert alices_path.split("/")[2] in alice.get("training_runs").content.decode()
     assert alice.post("sessions/search", {"session_id": bobs.session}).json["sessions"] == []
 
 
 def test_nothing_that_another_tried_left_a_trace(alice: Raw, bob: Raw, bobs: World, bobs_run: Run) -> None:
     before = bob.post("get_info", {"model_id": bobs.run}).json["last_seq_id"]
-    for call in calls(bobs, bobs.path(bobs.state)).values():
-        alice.ask(*call)
+    for route, calls in named(bobs, bobs.path(bobs.state)).items():
+        for call in calls:
+            assert alice.ask(*call).status in (404, 410) or route == SILENT
     assert alice.post("cancel_future", {"request_id": bobs.sample}).status == 200
     check_unharmed(bobs_run)
     assert bob.post("get_info", {"model_id": bobs.run}).json["last_seq_id"] == before + 1
@@ -245,12 +192,14 @@ def test_what_is_published_can_be_read_and_not_changed(
         assert bob.post(f"training_runs/{bobs.run}/checkpoints/{checkpoint}/publish").status == 200
         for word, call in reads(bobs, checkpoint).items():
             assert alice.ask(*call).status in (200, 302), word
+        assert alice.post("weights_info", {"tinker_path": bobs.path(checkpoint)}).status == 200
+        assert alice.post("copy_weights", {"source_path": bobs.path(checkpoint)}).status == 200
         for word, call in changes(bobs, checkpoint).items():
             assert alice.ask(*call).status == 404, word
     assert alices_run.done("load_weights", path=bobs.path(state), optimizer=True)["path"] == bobs.path(state)
     sampler = alice.sampler(model_path=bobs.path(lean))
     assert len(alice.done("asample", {**PROMPT, "sampling_session_id": sampler})["sequences"]) == 1
-    assert alice.ask(*calls(bobs, "")["run"]).status == 404
+    assert alice.get(f"training_runs/{bobs.run}").status == 404
     assert bobs.session not in alice.get("checkpoints").content.decode()
     assert bob.ask("DELETE", f"training_runs/{bobs.run}/checkpoints/{lean}/publish").status == 200
     assert alice.post("weights_info", {"tinker_path": bobs.path(lean)}).status == 404

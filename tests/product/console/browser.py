@@ -19,10 +19,12 @@ import pytest
 from playwright.async_api import (
     BrowserContext,
     ConsoleMessage,
+    Dialog,
     Download,
     ElementHandle,
     Page,
     Playwright,
+    Route,
     async_playwright,
 )
 from playwright.async_api import Error as BrowserError
@@ -86,10 +88,16 @@ class Browser:
         page.on("console", self._note)
         page.on("pageerror", lambda error: self._complaints.append(str(error)))
         page.on("download", self._keep)
+        page.on("dialog", self._dismiss)
 
     def _note(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self._complaints.append(f"{message.location.get('url', '')} {message.text}")
+
+    async def _dismiss(self, dialog: Dialog) -> None:
+        """A page never opens one: its questions are elements."""
+        self._complaints.append(f"a dialog: {dialog.message}")
+        await dialog.dismiss()
 
     async def _keep(self, download: Download) -> None:
         partial = self.downloads / f"{download.suggested_filename}.partial"
@@ -102,14 +110,15 @@ class Browser:
 
     def run(self, script: str, *arguments: object) -> Any:
         """Run the body of a function in the page. It sees `arguments`, and what it returns comes back."""
-        try:
-            return self._do(self._page.evaluate(_function(script), list(arguments)))
-        except BrowserError as error:
-            if "Execution context was destroyed" not in str(error):
-                raise
-        # The page went on to another address meanwhile (sign-in, sign-out): ask the new page.
-        self._do(self._page.wait_for_load_state())
-        return self._do(self._page.evaluate(_function(script), list(arguments)))
+        end = time.monotonic() + CALL_S
+        while True:
+            try:
+                return self._do(self._page.evaluate(_function(script), list(arguments)))
+            except BrowserError as error:
+                # The page went on to another address meanwhile (sign-in, sign-out, another key), perhaps more than
+                # once, and its load state may still be the old page's: ask the new page until one stays.
+                if "Execution context was destroyed" not in str(error) or time.monotonic() > end:
+                    raise
 
     def open(self, url: str) -> None:
         """Open the address in a new tab, so that the last page's session storage is gone."""
@@ -127,6 +136,26 @@ class Browser:
     def offline(self, is_offline: bool) -> None:
         """Cut the page off from the network, or connect it again."""
         self._do(self._context.set_offline(is_offline))
+
+    def answer(self, pattern: str, content: bytes, content_type: str = "application/json", status: int = 200) -> None:
+        """Answer the page's requests to addresses of this form, in place of the service, until `answer_no_more`."""
+
+        async def fulfill(route: Route) -> None:
+            await route.fulfill(status=status, content_type=content_type, body=content)
+
+        self._do(self._context.route(pattern, fulfill))
+
+    def delay(self, pattern: str, delay_s: float) -> None:
+        """Let the page's requests to addresses of this form wait, until `answer_no_more`."""
+
+        async def wait(route: Route) -> None:
+            await asyncio.sleep(delay_s)
+            await route.continue_()
+
+        self._do(self._context.route(pattern, wait))
+
+    def answer_no_more(self) -> None:
+        self._do(self._context.unroute_all())
 
     # ── What is on the page
 

@@ -433,6 +433,17 @@ def test_an_api_key_in_the_url_is_used_and_removed_from_the_history(page: Browse
     assert ALICE not in str(page.run("return navigation.entries().map((entry) => entry.url)"))
 
 
+def test_the_ten_lines_name_a_served_model_when_the_state_comes_late(page: Browser, keyed: Prefixed) -> None:
+    page.delay("**/api/v1/service_state", 1.0)
+    try:
+        page.open(f"{keyed.page}#key={BOB}")
+        page.wait_text("tinkex demo")
+        lines = str(page.run("return [...document.querySelectorAll('pre')].at(-1).textContent"))
+    finally:
+        page.answer_no_more()
+    assert 'create_lora_training_client("tinkex/tiny"' in lines
+
+
 def test_the_ten_lines_on_the_first_page_work_and_only_their_tenant_sees_the_run(
     page: Browser, keyed: Prefixed
 ) -> None:

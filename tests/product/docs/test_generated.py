@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from scripts import make_docs, make_reference
+from scripts import make_docs, make_openapi, make_reference
 from tests.product.docs.pages import ROOT
 
 
@@ -79,3 +79,7 @@ def test_an_edited_or_stale_reference_page_is_noticed_and_written_again(
     assert make_reference.main([]) == 0
     assert make_reference.main(["--check"]) == 0
     assert not (tmp_path / "tinkex.gone.md").exists()
+
+
+def test_the_openapi_document_matches_the_endpoints_and_types() -> None:
+    assert make_openapi.DOCUMENT.read_text(encoding="utf-8") == make_openapi.text(), "run scripts/make_openapi.py"

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.store.bucket_server import BucketServer
 from tinkex.clock import REAL
 from tinkex.errors import TinkexError
 from tinkex.store.backup import back_up
-from tinkex.store.lock import DataLock
+from tinkex.store.blobs.bucket import Bucket
+from tinkex.store.lock import FileLock
 from tinkex.store.payloads import MAX_INLINE_BYTES
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Store
@@ -106,7 +108,7 @@ def test_gc_keeps_new_folders_while_a_server_is_running(run: Tinkex, data: Data)
     old = data.folder_with("checkpoints/s:train:0/weights/old.partial")
     data.age(young, 60)
     data.age(old, 2 * HOUR)
-    with DataLock(data.folder):
+    with FileLock(data.folder):
         assert [entry["what"] for entry in run("gc", "-o", "json").json["removed"]] == [old]
     assert (data.folder / young).is_dir()
     assert [entry["what"] for entry in run("gc", "-o", "json").json["removed"]] == [young]
@@ -143,9 +145,28 @@ def test_a_backup_contains_exactly_what_the_database_references(run: Tinkex, dat
     for name in (kept.folder, snapshot):
         assert (tmp_path / "copy" / name / "adapter_model.safetensors").read_bytes() == b"weights"
     assert not (tmp_path / "copy" / "checkpoints/s:train:0/weights/crashed.partial").exists()
-    assert (tmp_path / "copy" / "private.key").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_backup_and_what_a_server_writes_beside_it_is_for_its_owner_only(
+    run: Tinkex, data: Data, tmp_path: Path
+) -> None:
+    """Before: 644 and 755 inside of a folder of 700, as the umask of most systems has it."""
+    data.checkpoint("kept")
+    data.operation(1, b"c" * (MAX_INLINE_BYTES + 1))
+    (data.folder / "private.key").write_text("tml-a-private-key\n")
+    former = os.umask(0o022)
+    try:
+        assert run("backup", str(tmp_path / "copy")).code == 0
+        with restored(tmp_path / "copy") as copy:
+            copy.add_session(SessionRecord(id="new", tenant="local", created_at=data.now, seen_at=data.now))
+            paths = [tmp_path / "copy", *(tmp_path / "copy").rglob("*")]
+            modes = {path.name: oct(path.stat().st_mode & 0o777) for path in paths}
+            expected = {path.name: oct(0o700 if path.is_dir() else 0o600) for path in paths}
+    finally:
+        os.umask(former)
+    assert modes == expected
+    assert {"tinkex.db", "tinkex.db-wal", "tinkex.db-shm", "private.key", "adapter_model.safetensors"} <= set(modes)
 
 
 def after_each_copy_of_the_database(monkeypatch: pytest.MonkeyPatch, *steps: Callable[[], object]) -> None:
@@ -218,3 +239,44 @@ def test_a_disk_error_is_not_mistaken_for_a_deleted_file(
     with pytest.raises(shutil.Error, match="No space left"):
         back_up(data.store, data.folder, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+# -- with a bucket ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BucketServer, Bucket]]:
+    server = BucketServer()
+    for name, value in server.environ.items():
+        monkeypatch.setenv(name, value)
+    yield server, server.bucket()
+    server.stop()
+
+
+def test_gc_deletes_what_the_bucket_has_and_no_row_names(
+    run: Tinkex, data: Data, bucket: tuple[BucketServer, Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, objects = bucket
+    kept, lost = data.checkpoint("kept"), "checkpoints/s:train:0/weights/lost.1"
+    objects.put(f"{kept.folder}/weights", b"w" * 7)
+    objects.put(f"{lost}/weights", b"w" * 1000)
+    flags = ("gc", "--blobs", objects.url, "-o", "json")
+    assert run(*flags).json["removed"] == [], "it may be waiting for its row"
+    monkeypatch.setattr("tinkex.cli.service.gc.MIN_BUCKET_AGE_S", -60.0)
+    ran = run(*flags)
+    assert [(entry["what"], entry["size_bytes"]) for entry in ran.json["removed"]] == [(lost, 1000)]
+    assert server.keys(objects) == [f"{kept.folder}/weights"]
+
+
+def test_a_backup_fetches_what_lies_in_the_bucket(
+    run: Tinkex, data: Data, bucket: tuple[BucketServer, Bucket], tmp_path: Path
+) -> None:
+    _, objects = bucket
+    saved = data.checkpoint("saved")
+    for file in (data.folder / saved.folder).iterdir():
+        objects.put(f"{saved.folder}/{file.name}", file.read_bytes())
+    files = {file.name: file.read_bytes() for file in (data.folder / saved.folder).iterdir()}
+    shutil.rmtree(data.folder / saved.folder)
+    ran = run("backup", str(tmp_path / "copy"), "--blobs", objects.url, "-o", "json")
+    assert ran.json["things"] == 1
+    assert {file.name: file.read_bytes() for file in (tmp_path / "copy" / saved.folder).iterdir()} == files

@@ -61,6 +61,8 @@ class Speaker:
 
             def _send(self, status: int, body: str) -> None:
                 self.send_response(status)
+                if status == 429:
+                    self.send_header("retry-after-ms", "10")
                 self.send_header("content-length", str(len(body.encode())))
                 self.end_headers()
                 self.wfile.write(body.encode())
@@ -154,6 +156,14 @@ def test_an_error_is_one_sentence(
     ran = run("chat")
     assert ran.code == 1
     assert said in ran.err and len(ran.err.splitlines()) == 1 and KEY not in ran.err
+
+
+def test_a_full_queue_is_waited_out(run: Tinkex, speaker: Speaker, says: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKEX_MAX_RETRIES", "2")
+    speaker.answers = [(429, ['{"error": {"message": "The queue is full."}}'])] * 4
+    says("Hi")
+    ran = run("chat")
+    assert (ran.code, ran.out.strip()) == (0, "Yes.") and len(speaker.heard) == 5
 
 
 def test_an_empty_message_is_rejected(run: Tinkex, speaker: Speaker, says: Any) -> None:

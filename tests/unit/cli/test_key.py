@@ -55,14 +55,52 @@ def test_a_revoked_key_stays_listed_as_revoked(run: Tinkex) -> None:
     assert "revoked" in run("key", "list").out
     again = run("key", "revoke", made["id"])
     assert again.code == 1
-    assert again.err == f"tinkex: No live key has the id '{made['id']}'. `tinkex key list` shows all keys.\n"
+    assert again.err == f"tinkex: The key {made['id']} (alice) was revoked before.\n"
+
+
+def test_an_unknown_id_is_told_from_a_revoked_one_with_what_an_id_looks_like(run: Tinkex) -> None:
+    run("key", "create", "alice")
+    unknown = run("key", "revoke", "alice")
+    assert unknown.code == 1
+    assert unknown.err.startswith("tinkex: No key has the id 'alice'. Ids look like k-")
+    assert "live" in run("key", "list").out
+
+
+def test_a_second_key_of_a_name_is_made_and_said_to_be_the_second(run: Tinkex) -> None:
+    first = run("key", "create", "alice", "-o", "json").json
+    second = run("key", "create", "alice")
+    assert second.code == 0 and second.out.startswith("tml-")
+    assert f"The name alice has another live key already ({first['id']})" in second.err
+    assert "first key" not in second.err
+    other = run("key", "create", "bob")
+    assert "another live key" not in other.err
+    run("key", "revoke", first["id"])
+    third = run("key", "create", "alice")
+    assert first["id"] not in third.err, "it is not live"
 
 
 def test_an_empty_list_of_keys_says_what_that_means(run: Tinkex, data_dir: Path) -> None:
     data_dir.mkdir()
     ran = run("key", "list")
     assert ran.code == 0 and ran.out == "" and "every client" in ran.err
+    assert "Unless the service was started with --api-key or --keys-file" in ran.err
     assert run("key", "list", "-o", "json").json == {"keys": []}
+
+
+def test_keys_of_the_configuration_are_counted_and_nobody_is_said_to_get_in_without_one(
+    run: Tinkex, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: "every client on this machine is accepted", though the service asked all of them for a key."""
+    data_dir.mkdir()
+    (tmp_path / "keys.txt").write_text("tml-a-key-of-a-file-1\n# a comment\ntml-a-key-of-a-file-2\n")
+    monkeypatch.setenv("TINKEX_KEYS_FILE", str(tmp_path / "keys.txt"))
+    ran = run("key", "list")
+    assert ran.code == 0 and ran.out == ""
+    assert "2 from the configuration" in ran.err and "every client" not in ran.err
+    assert "a-key-of-a-file" not in ran.err
+    assert "first key" not in run("key", "create", "alice").err
+    listed = run("key", "list")
+    assert "alice" in listed.out and "2 from the configuration" in listed.err
 
 
 def test_listing_keys_creates_no_folder(run: Tinkex, data_dir: Path) -> None:

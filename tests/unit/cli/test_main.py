@@ -46,6 +46,9 @@ LOCAL = [
     ["key", "revoke"],
     ["backup"],
     ["gc"],
+    ["cluster"],
+    ["cluster", "status"],
+    ["cluster", "drain"],
 ]
 """Commands that use no service: they have no options for its address and key."""
 FIRST = ["demo", "serve", "console", "chat", "doctor"]

@@ -18,7 +18,7 @@ from tinkex.client._files.archive import unpack
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.client.download import Progress, download, download_checkpoint
-from tinkex.errors import APIConnectionError, NotFoundError, PermissionDeniedError, TinkexError
+from tinkex.errors import APIConnectionError, APIError, NotFoundError, PermissionDeniedError, TinkexError
 from tinkex.testing import Answer, Drop, FakeClock, Hang, ScriptedService, Status
 
 WEIGHTS = "adapter_model.safetensors"
@@ -232,6 +232,42 @@ def test_redirects_without_end_are_refused(service: ScriptedService, link: Servi
         fetch(link, url, tmp_path / "file")
 
 
+def test_a_file_longer_than_announced_does_not_fill_the_disk(
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
+) -> None:
+    headers = {"content-range": "bytes 0-9/10"}
+    service.script.on("file", do=Answer(b"x" * 5000, "application/octet-stream", status=206, headers=headers))
+    with pytest.raises(APIError, match="more than the 10 bytes of this file"):
+        fetch(link, url_of(service, save(service)), tmp_path / "file")
+    assert (tmp_path / "file.part").stat().st_size <= 10
+
+
+def test_a_file_of_unknown_size_is_bounded_too(
+    service: ScriptedService, link: ServiceLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.client._files.fetch.UNANNOUNCED_BYTES", 1000)
+    headers = {"content-range": "bytes 0-9/*"}
+    service.script.on("file", do=Answer(b"x" * 5000, "application/octet-stream", status=206, headers=headers))
+    with pytest.raises(APIError, match="more than the 1,000 bytes"):
+        fetch(link, url_of(service, save(service)), tmp_path / "file")
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "9" * 19])
+def test_a_range_with_absurd_numbers_is_an_error_of_ours(service: ScriptedService, tmp_path: Path, digits: str) -> None:
+    headers = {"content-range": f"bytes {digits}-{digits}/{digits}"}
+    service.script.on("file", do=Answer(b"x", "application/octet-stream", status=416, headers=headers))
+    with pytest.raises(TinkexError):
+        fetch(make_link(service, max_retries=1), url_of(service, save(service)), tmp_path / "file")
+
+
+def test_a_redirect_to_what_is_no_address_is_an_error_of_ours(
+    service: ScriptedService, link: ServiceLink, tmp_path: Path
+) -> None:
+    service.script.on("file", do=Answer(b"", status=302, headers={"location": "http://[half"}))
+    with pytest.raises(APIError, match="no address"):
+        fetch(link, url_of(service, save(service)), tmp_path / "file")
+
+
 def test_no_error_holds_the_signed_address(service: ScriptedService, tmp_path: Path) -> None:
     link = make_link(service, max_retries=1)
     url = url_of(service, "tinker://r/weights/n")
@@ -282,6 +318,16 @@ def test_a_place_that_cannot_be_written_is_named(service: ScriptedService, link:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(TinkexError, match="taken"):
         fetch(link, url_of(service, "tinker://r/weights/n"), tmp_path / "taken" / "file")
+
+
+def test_a_download_gives_up_after_its_attempts_at_a_429(service: ScriptedService, tmp_path: Path) -> None:
+    link = make_link(service, max_retries=3)
+    path = save(service)
+    service.requests.clear()
+    service.script.on("file", do=Status(429, "slow down", headers={"retry-after": "1"}))
+    with pytest.raises(tinkex.RateLimitError):
+        fetch(link, url_of(service, path), tmp_path / "file")
+    assert [request.status for request in service.requests_to("file")] == [429] * 3
 
 
 def test_a_download_is_counted_and_its_retries_are_announced(
@@ -374,6 +420,56 @@ def test_an_archive_that_expands_without_end_is_rejected(tmp_path: Path) -> None
     with pytest.raises(TinkexError, match="larger than"):
         unpack(archive, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def tar_header(size: bytes, kind: bytes = b"0", name: bytes = b"x") -> bytes:
+    raw = bytearray(512)
+    raw[: len(name)], raw[124:136], raw[156:157], raw[148:156] = name, size, kind, b" " * 8
+    raw[148:156] = f"{sum(raw):06o}\0 ".encode()
+    return bytes(raw)
+
+
+NO_SIZE = b"00000000000\0"
+
+
+@pytest.mark.parametrize("is_gzip", [False, True])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (tar_header(NO_SIZE) + tar_header(b"\xff" * 10 + b"\xfe\0"), "not a number"),
+        (tar_header(b"\x80" + b"\xff" * 11), "not a number"),
+        (tar_header(NO_SIZE, b"L") * 20_000, "more than 10000 members"),
+        (tar_header(NO_SIZE, b"x") * 20_000, "more than 10000 members"),
+        (tar_header(b"77777777777\0", b"x"), "bytes"),
+        (tar_header(b"00000000001\0", b"x") + b"9".ljust(512, b"\0"), "pax header"),
+    ],
+    ids=["goes back for ever", "larger than any disk", "long names", "pax headers", "8 GB of header", "damaged pax"],
+)
+def test_an_archive_that_would_be_read_for_ever_is_rejected_with_words(
+    tmp_path: Path, content: bytes, reason: str, is_gzip: bool
+) -> None:
+    archive = tmp_path / "a.tar"
+    archive.write_bytes(gzip.compress(content, 1) if is_gzip else content)
+    with pytest.raises(TinkexError, match=rf"cannot be unpacked: .*{reason}.* download again"):
+        unpack(archive, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "file/below", "sub"])
+def test_an_archive_whose_names_the_disk_rejects_is_an_error_of_ours(tmp_path: Path, name: str) -> None:
+    made = make_tar(tmp_path / "a.tar", tarfile.TarInfo("file"), tarfile.TarInfo("sub/x"), tarfile.TarInfo(name))
+    with pytest.raises(TinkexError, match="cannot be unpacked"):
+        unpack(made, tmp_path / "out")
+
+
+def test_an_archive_that_does_not_fit_the_disk_is_rejected_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_tar(tmp_path / "a.tar", tarfile.TarInfo("b"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 3})())
+    with pytest.raises(TinkexError, match=r"4 bytes, and the disk has 3 free"):
+        unpack(made, tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep").exists()
 
 
 def test_an_archive_cut_short_leaves_no_file_that_looks_whole(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tinkex
-from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest
+from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest, ResponseTooLarge
 from tinkex.client._http.http1 import Http1
 from tinkex.client._http.http2 import Http2
 
@@ -206,6 +206,66 @@ def test_an_http2_response_with_damaged_bytes_never_hangs(damage: bytes, positio
 
     exchange = asyncio.run(_exchange(Http2, talk))
     assert exchange.error is None or isinstance(exchange.error, ConnectionLost)
+
+
+def test_a_body_in_pieces_of_two_bytes_counts_as_what_it_costs() -> None:
+    """A piece of two bytes takes forty times as much: a gigabyte of them would be 20 in memory."""
+    loop = asyncio.new_event_loop()
+    exchange = Exchange(loop, False, limit_bytes=66_000)
+    for _ in range(1000):
+        exchange.feed(b"xy")
+    with pytest.raises(ResponseTooLarge, match="66,000 bytes"):
+        exchange.feed(b"xy")
+    loop.close()
+
+
+def test_a_switch_to_another_protocol_ends_the_exchange() -> None:
+    outcome = http1([b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"])
+    assert "not HTTP" in outcome.error
+
+
+def http2_exchange(respond: Callable[[h2.connection.H2Connection], None], limit_bytes: int = 1000) -> Exchange:
+    """The first of two exchanges on one connection, after a service has responded to it; the second must go on."""
+
+    async def main() -> Exchange:
+        loop, sink = asyncio.get_running_loop(), Sink()
+        client = Http2(loop)
+        client.connection_made(sink)  # type: ignore[arg-type]
+        config = h2.config.H2Configuration(client_side=False, validate_outbound_headers=False)
+        service = h2.connection.H2Connection(config)
+        service.initiate_connection()
+        first, second = Exchange(loop, False, limit_bytes), Exchange(loop, False)
+        client.start(REQUEST, first)
+        client.start(REQUEST, second)
+        service.receive_data(sink.take())
+        respond(service)
+        service.send_headers(3, [(":status", "200")], end_stream=True)
+        client.data_received(service.data_to_send())
+        assert first.ended.done() and not client.is_closed
+        assert second.status == 200 and second.error is None
+        return first
+
+    return asyncio.run(main())
+
+
+def test_an_http2_body_beyond_the_limit_is_reset_and_the_other_exchanges_go_on() -> None:
+    def endless(service: h2.connection.H2Connection) -> None:
+        service.send_headers(1, [(":status", "200")])
+        for _ in range(3):
+            service.send_data(1, b"x" * 500)
+
+    def announced(service: h2.connection.H2Connection) -> None:
+        service.send_headers(1, [(":status", "200"), ("content-length", "1099511627776")])
+
+    for respond in (endless, announced):
+        assert isinstance(http2_exchange(respond).error, ResponseTooLarge)
+
+
+def test_an_http2_status_that_is_no_number_ends_the_exchange() -> None:
+    def respond(service: h2.connection.H2Connection) -> None:
+        service.send_headers(1, [(":status", "2OO")])
+
+    assert isinstance(http2_exchange(respond).error, ConnectionLost)
 
 
 def test_a_service_that_shrinks_its_window_still_gets_the_whole_body() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.client._calls.retry import RetryPolicy, fault_delay, pending_delay, retry_after
+from tinkex.client._calls.retry import LONGEST_S, RetryPolicy, fault_delay, pending_delay, put_off_delay, retry_after
 
 NOW = dt.datetime(2026, 10, 21, 7, 28, tzinfo=dt.UTC).timestamp()
 
@@ -138,3 +138,18 @@ def test_faults_of_a_poll_follow_the_curve_for_ever() -> None:
 
 def test_a_poll_honours_what_the_service_asks_for() -> None:
     assert fault_delay(0, hint_s=90.0) == 90.0
+
+
+def test_a_request_that_is_put_off_comes_later_and_later_and_never_sooner_than_asked() -> None:
+    assert [put_off_delay(times, 1.0, 300.0, no_jitter) for times in range(1, 7)] == [1, 2, 4, 8, 10, 10]
+    assert put_off_delay(1, 1.0, 300.0, most_jitter) == pytest.approx(1.25)
+    assert put_off_delay(7, 60.0, 300.0, no_jitter) == 60, "a longer wish does not grow"
+    assert put_off_delay(1, 3600.0, 300.0, no_jitter) == 300, "but no pause is without bound"
+
+
+@given(st.integers(1, 10**9), st.floats(0.001, 1e9), st.floats(0.01, 1e4), st.floats(0, 0.999))
+def test_no_pause_of_a_request_that_is_put_off_is_out_of_its_bounds(
+    times: int, hint_s: float, most_s: float, chance: float
+) -> None:
+    pause_s = put_off_delay(times, hint_s, most_s, lambda: chance)
+    assert min(hint_s, most_s) <= pause_s <= min(1.25 * max(hint_s, LONGEST_S), most_s)

@@ -294,13 +294,13 @@ def fake_transformers(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any])
 
 def test_transformers_is_preferred_where_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_transformers(monkeypatch, lambda source, **options: (source, options))
-    assert load("org/model") == ("org/model", {"use_fast": True})
+    assert load("org/model") == ("org/model", {"use_fast": True, "trust_remote_code": False})
     source, _ = load("tiny", service(tmp_path, FILES))
     assert (Path(source) / "tokenizer_config.json").read_bytes() == CONFIG
 
 
 def test_a_slow_tokenizer_is_used_where_there_is_no_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(source: str, use_fast: bool) -> str:
+    def make(source: str, use_fast: bool, **options: Any) -> str:
         if use_fast:
             raise ValueError("no fast tokenizer")
         return "slow"
@@ -309,19 +309,37 @@ def test_a_slow_tokenizer_is_used_where_there_is_no_fast_one(monkeypatch: pytest
     assert load("org/model") == "slow"
 
 
-def test_code_from_the_hub_runs_only_in_a_pinned_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_transformers(monkeypatch, lambda source, **options: (source, options))
-    _, options = load("org/anything")
-    assert "trust_remote_code" not in options
-    for name in ("moonshotai/Kimi-K2-Thinking", "moonshotai/Kimi-K2.5-Text-Only", "moonshotai/Kimi-K2.6"):
-        source, options = load(name)
-        assert options["trust_remote_code"] and len(options["revision"]) == 40 and not source.endswith("Text-Only")
+def test_a_tokenizer_that_is_code_is_not_run_and_the_error_says_how_to_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def make(source: str, **options: Any) -> Any:
+        asked.append(options["trust_remote_code"])
+        raise ValueError("The repository contains custom code. Please pass `trust_remote_code=True`.")
+
+    fake_transformers(monkeypatch, make)
+    with pytest.raises(ConfigError, match=r"org/anything.*runs no code.*from_pretrained\('org/anything', trust_remote"):
+        load("org/anything")
+    with pytest.raises(ConfigError, match=r"from_pretrained\('moonshotai/Kimi-K2.5', revision='4d01dfe0"):
+        load("moonshotai/Kimi-K2.5-Text-Only")
+    assert set(asked) == {False}
+
+
+def test_a_services_tokenizer_does_not_ask_the_user_to_run_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": questions.append(prompt) or "n")
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    files = {"tokenizer.json": tokenizer_json(), "tokenizer_config.json": json.dumps(config).encode()}
+    assert load("tiny", service(tmp_path, files)).encode("hello") == [0, 2]
+    assert not questions
 
 
 def test_a_lone_tokenizer_file_is_enough_even_if_transformers_wants_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(source: str, use_fast: bool) -> str:
+    def refuse(source: str, use_fast: bool, **options: Any) -> str:
         raise ValueError("no config.json")
 
     fake_transformers(monkeypatch, refuse)
@@ -333,7 +351,7 @@ def test_a_lone_tokenizer_file_is_enough_even_if_transformers_wants_more(
 def test_a_failed_load_is_tried_again_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [OSError("down"), OSError("down"), "up"]
 
-    def make(source: str, use_fast: bool) -> Any:
+    def make(source: str, use_fast: bool, **options: Any) -> Any:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer

@@ -21,6 +21,10 @@ class Hub:
     """Of the model's page; 401 and 403 come with the hub's own error codes."""
     asked: list[str] = field(default_factory=list)
     address: str = ""
+    stalls: bool = False
+    """Send half of each file, and the rest when the hub ends."""
+    has_stalled: threading.Event = field(default_factory=threading.Event)
+    is_ending: threading.Event = field(default_factory=threading.Event)
 
     @property
     def fetched(self) -> set[str]:
@@ -37,6 +41,7 @@ def serve(hub: Hub) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.is_ending.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -85,7 +90,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             for key, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(key, value)
             self.end_headers()
-            if with_body:
+            if with_body and hub.stalls and "ETag" in headers:
+                self.wfile.write(body[: len(body) // 2])
+                self.wfile.flush()
+                hub.has_stalled.set()
+                hub.is_ending.wait(120)
+            elif with_body:
                 self.wfile.write(body)
 
     return Handler

@@ -2,11 +2,15 @@
 
 Run by its path in place of `tinkex.engine.process.main`. A model's name decides how it starts: `broken` cannot be
 loaded, `endless` never is, `garbage` says something that is not a packet.
+
+With arguments it first starts a process that holds its stdin, stdout and stderr for ten minutes: the first names a
+file that gets the process's id as another line; a second one, `leave`, lets it leave the process group.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -62,6 +66,8 @@ class Trainer:
                     sleep(0.01)
                     yield
                 return Frame({})
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
             case "fault":
                 raise EngineFault("This will not do.", "user")
             case "unwritable":
@@ -119,6 +125,23 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     return Loop(Trainer(), Sampler(), send)  # type: ignore[arg-type]
 
 
+def start_child(file: str, *, leaves: bool) -> None:
+    is_written, says_so = os.pipe()
+    if os.fork() == 0:
+        if leaves:
+            os.setsid()
+        with open(file, "a") as out:
+            out.write(f"{os.getpid()}\n")
+        os.closerange(3, 100)  # it has the pipes and nothing else, as if it were another program
+        sleep(600)
+        os._exit(0)
+    os.close(says_so)
+    os.read(is_written, 1)  # nothing comes; it ends when both have closed the other end
+    os.close(is_written)
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        start_child(sys.argv[1], leaves="leave" in sys.argv)
     main.load = load
     main.main()

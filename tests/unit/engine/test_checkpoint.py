@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import resource
 import warnings
 from pathlib import Path
@@ -322,6 +323,29 @@ def test_damaged_missing_or_extra_tensors_are_rejected(tiny: Model, tmp_path: Pa
     refused("is not a JSON object")
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"lora_alpha": 1e308}, "not all finite"),  # found by the fuzzer: B became infinite when it was scaled
+        ({"auto_mapping": "DEEP"}, "is not JSON"),
+    ],
+)
+def test_an_adapter_whose_config_is_absurd_is_rejected_not_loaded_as_infinite_numbers(
+    tiny: Model, tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    made_by_peft(tiny.info, tmp_path, r=4, target_modules=["q_proj"])
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(
+        {name: torch.ones_like(tensor) for name, tensor in tensors.items()}, tmp_path / "adapter_model.safetensors"
+    )
+    path = tmp_path / "adapter_config.json"
+    text = json.dumps({**json.loads(path.read_text()), **config})
+    path.write_text(text.replace('"DEEP"', "[" * 1015 + "]" * 1015))  # the server's parser goes 1,024 deep
+    with pytest.raises(EngineFault, match=words) as fault:
+        read_weights(tmp_path, tiny, is_upload=True)
+    assert fault.value.category == "user"
+
+
 def test_a_missing_snapshot_is_a_server_error(tiny: Model, tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="cannot be continued") as failed:
         Session(tiny).run("restore", folder=str(tmp_path / "nowhere"))
@@ -355,3 +379,65 @@ def test_a_full_disk_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(EngineFault, match=r"disk is full.*tinkex gc") as failed:
         session.run("save", folder=str(tmp_path / "kept"), with_optimizer=True)
     assert failed.value.category == "server" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("adapter_config.json", b"{"),
+        ("adapter_config.json", b"[]"),
+        ("adapter_config.json", b"[" * 100_000),
+        ("adapter_model.safetensors", b"short"),
+    ],
+)
+def test_a_damaged_file_is_the_services_fault_unless_it_was_just_uploaded(
+    tiny: Model, tmp_path: Path, file: str, content: bytes
+) -> None:
+    session = Session(tiny)
+    session.create(rank=4)
+    session.run("save", folder=str(tmp_path / "saved"), with_optimizer=False)
+    (tmp_path / "saved" / file).write_bytes(content)
+    for is_upload, category in ((False, "server"), (True, "user")):
+        with pytest.raises(EngineFault, match=f"{file} is damaged") as raised:
+            session.run("load", folder=str(tmp_path / "saved"), with_optimizer=False, is_upload=is_upload)
+        assert raised.value.category == category
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+@pytest.mark.parametrize("rank", [1, 64])
+def test_the_size_of_a_checkpoint_is_known_before_it_is_written(
+    tiny: Model, tmp_path: Path, rank: int, with_optimizer: bool
+) -> None:
+    session = Session(tiny)
+    session.create(rank=rank)
+    expected = session.run("size", with_optimizer=with_optimizer).head["size_bytes"]
+    saved = session.run("save", folder=str(tmp_path / "saved"), with_optimizer=with_optimizer).head["size_bytes"]
+    assert saved <= expected <= saved + 20_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux says which file a descriptor is")
+def test_a_checkpoint_reaches_the_disk_before_its_name_and_its_name_before_the_reply(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(fd: int) -> None:
+        steps.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        fsync(fd)
+
+    def note_rename(source: Path, target: Path) -> None:
+        steps.append(f"rename {target.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    session = Session(tiny)
+    session.create(rank=4)
+    session.run("save", folder=str(tmp_path / "checkpoints/run/weights/name"), with_optimizer=True)
+    written, after = steps[: steps.index("rename name")], steps[steps.index("rename name") + 1 :]
+    partial = "checkpoints/run/weights/name.partial"
+    names = {"adapter_model.safetensors", "adapter_config.json", "tinkex.json", "optimizer.safetensors"}
+    assert set(written) == {partial, *(f"{partial}/{name}" for name in names)}
+    assert written[-1] == partial
+    assert after == ["checkpoints/run/weights", "checkpoints/run", "checkpoints", "."]

@@ -24,6 +24,8 @@ from tinkex.engine.contract import (
 from tinkex.engine.frames import Frame, decode, packet_parts
 from tinkex.engine.process.main import read_packet
 from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.packed import pack_floats
+from tinkex.types.sampling import TopkLogprobs
 from tinkex.types.tensor import TensorData
 
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
@@ -66,6 +68,12 @@ def test_a_frame_with_trailing_bytes_is_rejected() -> None:
 
 def packet(number: int, tenant: str, frame: Frame | bytes) -> bytes:
     return b"".join(packet_parts(number, tenant, frame))
+
+
+@pytest.mark.parametrize("head", [b"{}", b"[]", b"7", b'{"_sizes":7}', b'{"_sizes":["2"]}', b'{"_sizes":[-1,3]}'])
+def test_a_head_that_does_not_describe_the_buffers_is_a_value_error(head: bytes) -> None:
+    with pytest.raises(ValueError, match="frame"):
+        decode(struct.pack("<IQ", len(head), 2) + head + b"ab")
 
 
 def test_the_engine_reads_packet_after_packet_and_then_the_end() -> None:
@@ -137,12 +145,13 @@ def test_a_sample_spec_comes_back_equal() -> None:
 
 def test_sample_events_come_back_equal() -> None:
     tokens = Tokens(1, [4, 5], [-0.5, -1.25])
+    ranked = TopkLogprobs.from_lists([[(4, -0.1), (5, -3.0)]])
     done = Sampled(
-        sequences=[SequenceOutput(tokens=[4], logprobs=[-0.1], stop_reason="stop", topk=[[(4, -0.1), (5, -3.0)]])],
+        sequences=[SequenceOutput(tokens=[4], logprobs=[-0.1], stop_reason="stop", topk=ranked)],
         prompt_logprobs=[None, -2.0],
-        topk_prompt=[None, [(1, -0.5)]],
-        targets=[[-1.0, -2.0]],
-        alternatives=[[(3, -0.75)]],
+        topk_prompt=TopkLogprobs.from_lists([None, [(1, -0.5)]]),
+        targets=pack_floats([-1.0, -2.0]),
+        alternatives=TopkLogprobs.from_lists([[(3, -0.75)]]),
         cache_hit_tokens=2,
         prompt_tokens=2,
     )

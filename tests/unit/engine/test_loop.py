@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.oracle import datum
-from tinkex.engine.contract import pass_frame
+from tinkex.engine.contract import SampleSpec, pass_frame, sample_frame
 from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
-from tinkex.engine.process.loop import MOMENTS, PATIENCE, Loop, Packet, moment_s
+from tinkex.engine.process.loop import MOMENTS, PATIENCE, Inbox, Loop, moment_s
 from tinkex.engine.runner_choice import choose_decoder, choose_runner
 from tinkex.engine.sampling.sampler import Sampler
 from tinkex.engine.training.trainer import Trainer
@@ -34,7 +34,7 @@ class Engine:
         self.trainer = Trainer(models, choose_runner=choose_runner)
         self.batches = 0
         self.replies: dict[int, dict[str, Any]] = {}
-        self.inbox: queue.SimpleQueue[Packet] = queue.SimpleQueue()
+        self.inbox: Inbox = queue.Queue()
         self._awaited = 0
         self._loop = Loop(self.trainer, Sampler(models, choose_decoder=choose_decoder), self._hear, moment_s)
         begin = self.trainer._start_micro_batch
@@ -47,6 +47,14 @@ class Engine:
 
     def send(self, number: int, frame: Frame) -> None:
         self.inbox.put((number, frame))
+
+    def sample(self, number: int) -> None:
+        spec = SampleSpec(base=self.base, prompt=tuple(TOKENS), max_tokens=1)
+        self.send(number, sample_frame(spec))
+
+    def take(self) -> None:
+        """Take what was sent, as an idle loop does."""
+        self._loop._take(self.inbox, wait=True)
 
     def create(self, *names: str) -> None:
         for number, name in enumerate(names):
@@ -86,6 +94,25 @@ def test_what_arrives_a_moment_later_shares_the_micro_batch(tiny: Model, moment_
     engine.until(2 + MOMENTS)
     assert all(reply["ok"] for reply in engine.replies.values())
     assert engine.batches == batches
+
+
+def test_a_sample_never_waits_for_the_next_command(tiny: Model) -> None:
+    """A wait for company that had just run out could block until the next command: one of a thousand, for minutes."""
+    engine = Engine(tiny, moment_s=1e-9)
+    engine.sample(1)
+    engine.take()  # a sample is there and gains from company
+
+    def look_for_company() -> None:
+        for number in range(20_000):
+            engine.send(2 + number, Frame({"op": "ping"}))
+            engine.take()
+
+    looking = threading.Thread(target=look_for_company, daemon=True)
+    looking.start()
+    looking.join(60)
+    assert not looking.is_alive()
+    engine.send(0, Frame({"op": "cancel", "number": 1}))
+    engine.take()
 
 
 @pytest.mark.timing

@@ -19,6 +19,7 @@ from tests.unit.engine.sampling_oracle import (
 )
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.sampling import prompt_logprobs
+from tinkex.types.packed import unpack
 
 pytestmark = pytest.mark.usefixtures("runner", "one_thread")
 
@@ -37,36 +38,43 @@ def test_everything_about_a_prompt_equals_a_plain_forward(tiny: Model, plain_tin
     assert found.topk_prompt is not None
     assert found.targets is not None
     assert found.alternatives is not None
-    assert found.topk_prompt[0] is None
-    assert len(found.topk_prompt) == size
-    assert len(found.targets) == len(found.alternatives) == size - 1
+    rankings, drawn, scored = found.topk_prompt.to_lists(), found.alternatives.to_lists(), unpack("f", found.targets)
+    assert rankings[0] is None
+    assert len(rankings) == size
+    assert len(drawn) == size - 1
+    assert len(scored) == sum(map(len, targets))
     for place in range(1, size):
         row_V = plain_TV[place - 1]
         top = row_V.topk(5)
-        ranking = found.topk_prompt[place]
+        ranking = rankings[place]
         assert ranking is not None
         assert [token for token, _ in ranking] == top.indices.tolist()
         assert [logprob for _, logprob in ranking] == pytest.approx(top.values.tolist(), abs=1e-4)
         hoped = [row_V[token].item() for token in targets[place - 1]]
-        assert found.targets[place - 1] == pytest.approx(hoped, abs=1e-4)
-        assert len(found.alternatives[place - 1]) == 3
-        for token, logprob in found.alternatives[place - 1]:
+        assert [scored.pop(0) for _ in hoped] == pytest.approx(hoped, abs=1e-4)
+        pairs = drawn[place - 1]
+        assert pairs is not None
+        assert len(pairs) == 3
+        for token, logprob in pairs:
             assert logprob == pytest.approx(row_V[token].item(), abs=1e-4)
-    ranks = found.sequences[0].topk
-    assert ranks is not None
-    assert [len(row) for row in ranks] == [4, 4]
-    assert [token for token, _ in ranks[0]] == plain_TV[-1].topk(4).indices.tolist()
+    ranked = found.sequences[0].topk
+    assert ranked is not None
+    ranks = ranked.to_lists()
+    assert [len(row or ()) for row in ranks] == [4, 4]
+    assert [token for token, _ in ranks[0] or ()] == plain_TV[-1].topk(4).indices.tolist()
 
 
 def test_alternatives_are_drawn_from_the_models_distribution(tiny: Model, plain_tiny: Any) -> None:
-    found = answer(tiny, spec(b"ab", max_tokens=1, alt_k=3000, seed=9)).alternatives
-    assert found is not None
+    matrix = answer(tiny, spec(b"ab", max_tokens=1, alt_k=3000, seed=9)).alternatives
+    assert matrix is not None
+    [pairs] = matrix.to_lists()
+    assert pairs is not None
     hoped_V = plain_logprobs(plain_tiny, b"ab")[0].exp()
     best = int(hoped_V.argmax())
-    share = sum(token == best for token, _ in found[0]) / 3000
+    share = sum(token == best for token, _ in pairs) / 3000
     deviation = (hoped_V[best].item() * (1 - hoped_V[best].item()) / 3000) ** 0.5
     assert abs(share - hoped_V[best].item()) < 4 * deviation
-    assert len({token for token, _ in found[0]}) > 50
+    assert len({token for token, _ in pairs}) > 50
 
 
 @pytest.mark.parametrize("last_n", [0, 1, 5, 200])
@@ -89,11 +97,15 @@ def test_only_the_last_n_prompt_entries_are_computed(
     assert found.topk_prompt is not None
     nothing = [None] * (len(prompt) - wanted)
     assert found.prompt_logprobs[: len(nothing)] == nothing
-    assert found.topk_prompt[: len(nothing)] == nothing
+    rankings = found.topk_prompt.to_lists() or [None] * len(prompt)
+    assert rankings[: len(nothing)] == nothing
     assert found.prompt_logprobs[len(nothing) :] == pytest.approx(hoped, abs=1e-4)
-    assert None not in found.topk_prompt[len(nothing) :]
+    assert None not in rankings[len(nothing) :]
 
 
 def test_a_prompt_of_one_token_has_one_entry_that_is_none(tiny: Model) -> None:
     found = answer(tiny, spec([5], max_tokens=1, prompt_logprobs=True, topk_prompt=2, targets=(), alt_k=2))
-    assert (found.prompt_logprobs, found.topk_prompt, found.targets, found.alternatives) == ([None], [None], [], [])
+    assert (found.prompt_logprobs, found.targets) == ([None], b"")
+    assert found.topk_prompt is not None and found.alternatives is not None
+    assert (found.topk_prompt.length, found.topk_prompt.k) == (1, 0)
+    assert found.alternatives.to_lists() == []

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.models import tiny
-from tinkex.engine.sampling.stop_strings import StopStrings, load_tokenizer
+from tinkex.engine.sampling.stop_strings import REPLACEMENT, StopStrings, load_tokenizer
 
 
 def byte_tokenizer() -> Any:
@@ -44,6 +48,16 @@ def merged_tokenizer() -> Any:
 
 def _spell(content: bytes) -> str:
     return "".join(tiny._byte_letters()[byte] for byte in content)
+
+
+class ByteTokenizer:
+    """Token n is piece n of a text's bytes, wherever it was cut."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return b"".join(self._pieces[token] for token in tokens).decode("utf-8", "replace")
 
 
 def stops_at(tokenizer: Any, strings: list[str], tokens: list[int], prompt: list[int] | None = None) -> int | None:
@@ -128,6 +142,53 @@ def test_a_long_text_is_matched_wherever_the_string_stands() -> None:
     for place in (0, 7, 500, 1200):
         tokens = list((text[:place] + "S😀P" + text[place:]).encode())
         assert stops_at(byte_tokenizer(), ["S😀P"], tokens) == len((text[:place] + "S😀P").encode()) - 1
+
+
+@given(
+    st.text("aabé😀", max_size=80),
+    st.lists(st.integers(1, 9), min_size=5),
+    st.lists(st.text("aabé😀", min_size=3, max_size=6)),
+    st.lists(st.tuples(st.integers(0, 70), st.integers(3, 40)), min_size=1),
+)
+def test_a_sequence_stops_where_a_search_of_the_whole_text_finds_a_string(
+    text: str, sizes: list[int], anything: list[str], parts: list[tuple[int, int]]
+) -> None:
+    """Wherever the bytes of the text are cut into tokens, also inside characters."""
+    strings = [*anything, *(text[first : first + count] or "é" for first, count in parts)]
+    content, pieces = text.encode(), []
+    for size in sizes:
+        pieces.append(content[:size])
+        content = content[size:]
+    pieces = [piece for piece in [*pieces, content] if piece]
+    tokenizer = ByteTokenizer(pieces)
+    places = range(len(pieces))
+    so_far = [tokenizer.decode(range(place + 1), skip_special_tokens=False).rstrip(REPLACEMENT) for place in places]
+    expected = next((place for place in places if any(string in so_far[place] for string in strings)), None)
+    assert stops_at(tokenizer, strings, list(places), prompt=[]) == expected
+
+
+@pytest.mark.parametrize("length", range(1, 70))
+def test_a_stop_string_of_any_length_is_found_beside_a_longer_one(length: int) -> None:
+    text = "".join(chr(code) for code in range(33, 127))
+    assert stops_at(byte_tokenizer(), ["~" * 100, text[9 : 9 + length]], list(text.encode())) == 8 + length
+
+
+def test_bytes_that_make_no_character_count_as_text_after_eight_tokens() -> None:
+    """Before: they were looked at with the token after, and then what was before them had been dropped."""
+    tokens = [*b"xy", *[0xF0] * 8, *b"ab"]
+    assert stops_at(byte_tokenizer(), [f"xy{REPLACEMENT}"], tokens) == 9
+    assert stops_at(byte_tokenizer(), [f"{REPLACEMENT}a"], tokens) == 10
+
+
+@pytest.mark.timing
+def test_short_stop_strings_beside_a_long_one_cost_microseconds_per_token() -> None:
+    """Before: the tail, as long as the longest string, was searched for each of them: 3 ms per row and token."""
+    strings = [*(f"a{number:03d}aaaaaa" for number in range(255)), "a" * 3999 + "b"]
+    watcher = StopStrings(ByteTokenizer([b"a" * 20]), strings, [])  # type: ignore[arg-type]
+    assert not any(watcher.add_token(0) for _ in range(200))  # the tail is full now
+    began = time.process_time()
+    assert not any(watcher.add_token(0) for _ in range(300))
+    assert time.process_time() - began < 0.1
 
 
 def test_a_folder_without_a_tokenizer_is_reported_with_the_remedy(tmp_path: Path) -> None:

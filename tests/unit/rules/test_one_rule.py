@@ -23,7 +23,7 @@ from tinkex.engine.training import datum_tensors
 from tinkex.engine.training import losses as engine_losses
 from tinkex.errors import ContextOverflow, ValidationError
 from tinkex.events import StepEvent
-from tinkex.rules import limits, losses
+from tinkex.rules import checkpoint_names, losses, ranges
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.routes.training import _adam
 from tinkex.server.sampling.sample_queue import SampleTarget
@@ -64,11 +64,11 @@ def test_a_checkpoint_name_is_rejected_everywhere(name: Any) -> None:
     """The client used to let `.hidden` and names of 201 to 255 characters pass; the server rejected them."""
     assert "checkpoint's name" in words_of(validate.check_name, name)
     with pytest.raises(ValidationError) as rejected:
-        limits.check_name(name)
+        checkpoint_names.check_name(name)
     assert rejected.value.code == "bad_name"
 
 
-@pytest.mark.parametrize("ttl", [0, -1, 1.5, True, "7d", limits.MAX_TTL_S + 1])
+@pytest.mark.parametrize("ttl", [0, -1, 1.5, True, "7d", checkpoint_names.MAX_TTL_S + 1])
 def test_a_time_to_live_has_one_range(ttl: Any) -> None:
     """The client used to let more than 100 years pass; the server rejected it."""
     assert words_of(validate.check_ttl, ttl).startswith("ttl_seconds must be a whole number of seconds from 1 to")
@@ -115,7 +115,7 @@ def test_a_rank_below_1_is_rejected_in_the_same_words(model: loaded_model.Model,
     info = model.info
     client = words_of(validate.check_lora, LoraConfig(rank=rank))
     assert client == f"rank is {rank}; it must be at least 1."
-    assert client == words_of(limits.check_rank, rank, info.name, info.hidden_size)
+    assert client == words_of(ranges.check_rank, rank, info.name, info.hidden_size)
     assert client == words_of(sites_for, model, LoraSpec(rank=rank))
 
 
@@ -124,10 +124,10 @@ def test_the_route_knows_the_rank_that_the_engine_allows(model: loaded_model.Mod
     """Ranks from 513 to 1,024 used to be accepted and journaled at the route, and failed in the engine."""
     info = model.info
     assert info.hidden_size == 64
-    at_the_route = words_of(limits.check_rank, rank, info.name, info.hidden_size)
+    at_the_route = words_of(ranges.check_rank, rank, info.name, info.hidden_size)
     assert at_the_route == f"rank is {rank}; tinkex/tiny allows 1 to 512."
     assert at_the_route == words_of(sites_for, model, LoraSpec(rank=rank))
-    assert not words_of(limits.check_rank, rank, "wide", 2048)
+    assert not words_of(ranges.check_rank, rank, "wide", 2048)
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------

@@ -20,10 +20,15 @@ from tinkex.engine.contract import EngineState, ModelInfo
 from tinkex.server.app import make_app
 from tinkex.server.http.access import AccessControl
 from tinkex.server.http.metrics import Metrics
+from tinkex.server.http.protocol import protocol_class
+from tinkex.server.limits.ledger import Ledger
+from tinkex.server.limits.quotas import Quotas
 from tinkex.server.service import Service
+from tinkex.server.training.adapter_memory import Activity, AdapterMemory
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
+from tinkex.store.blobs.bucket import Bucket
 from tinkex.store.records import CheckpointKind, CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Store
 from tinkex.testing.clock import FakeClock
@@ -50,6 +55,7 @@ class QuietWorker:
     held: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
     paused: dict[str, str] = field(default_factory=dict)
+    memory: AdapterMemory = field(init=False)
 
     @property
     def pause_reason(self) -> str | None:
@@ -63,6 +69,9 @@ class QuietWorker:
         self.evicted.append(run_id)
         return True
 
+    def forget_idle_queues(self) -> int:
+        return 0
+
     def pause(self, cause: str, reason: str) -> None:
         self.paused[cause] = reason
 
@@ -73,15 +82,18 @@ class QuietWorker:
 class Served:
     """The service, its address, and what tests do with it."""
 
-    def __init__(self, config: ServeConfig, model_folder: Path) -> None:
+    def __init__(self, config: ServeConfig, model_folder: Path, bucket: Bucket | None = None) -> None:
         self.config, self.clock, self.worker = config, FakeClock(), QuietWorker()
         config.data_dir.mkdir(parents=True, exist_ok=True)
-        self.store = Store.open(config.database_url, config.data_dir)
+        self.store = Store.open(config.database_url, config.data_dir, bucket=bucket, cache_bytes=10**9)
         self.engine = SimpleNamespace(state=EngineState(is_ready=True))
+        self.worker.memory = AdapterMemory(
+            10**12, self.clock, cast(Any, self.engine), lambda run_id: Activity.BUSY, self.worker.evict, lambda: None
+        )
         model = ModelInfo(
             name="tinkex/tiny", folder=str(model_folder), aliases=("tiny",), arch="llama", max_context_length=2048
         )
-        db, absent = Db(), cast(Any, None)
+        db, metrics, absent = Db(), Metrics(), cast(Any, None)
         self.service = Service(
             config=config,
             clock=self.clock,
@@ -95,9 +107,13 @@ class Served:
             waiters=absent,
             sampling=absent,
             tokenizers=absent,
-            metrics=Metrics(),
+            metrics=metrics,
+            ledger=(ledger := Ledger(config, self.clock, metrics.limit_rejection)),
+            quotas=Quotas(config, ledger, self.store, db),
         )
-        settings = uvicorn.Config(make_app(self.service), port=0, lifespan="off", log_config=None)
+        self.protocol = protocol_class(self.service.ledger)
+        self.app = make_app(self.service)
+        settings = uvicorn.Config(self.app, port=0, lifespan="off", log_config=None, http=self.protocol)
         self._server = uvicorn.Server(settings)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -205,13 +221,13 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Starts services; each has its own data folder unless given one."""
     running: list[Served] = []
 
-    def start(**given: Any) -> Served:
+    def start(bucket: Bucket | None = None, **given: Any) -> Served:
         models = tmp_path / "model"
         models.mkdir(exist_ok=True)
         (models / "tokenizer.json").write_text('{"version": "1.0"}')
         (models / "model.safetensors").write_bytes(b"secret weights")
         config = ServeConfig(**{"data_dir": tmp_path / f"data{len(running)}", "base_models": ("tinkex/tiny",), **given})
-        running.append(Served(config, models))
+        running.append(Served(config, models, bucket))
         return running[-1]
 
     yield start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -77,6 +78,8 @@ class FakeEngine:
 
     def _reply(self, head: dict[str, Any]) -> dict[str, Any]:
         op, name = head["op"], head["adapter"]
+        if op not in ("create", "restore", "drop") and name not in self.adapters:
+            raise EngineFault(f"Adapter {name} is not in this engine.", "server")
         if op == "create":
             self.adapters[name] = [f"seed {head['seed']}"]
         elif op == "restore":
@@ -85,8 +88,12 @@ class FakeEngine:
             self.adapters.pop(name, None)
         elif op in ("snapshot", "save"):
             Path(head["folder"]).mkdir(parents=True)
-            (Path(head["folder"]) / "state.json").write_text(json.dumps(self.adapters[name]))
-            return {"size_bytes": 10, "files": {"state.json": {"size_bytes": 10, "sha256": "0"}}}
+            content = json.dumps(self.adapters[name]).encode()
+            (Path(head["folder"]) / "state.json").write_bytes(content)
+            about = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            return {"size_bytes": len(content), "files": {"state.json": about}}
+        elif op == "size":
+            return {"size_bytes": len(json.dumps(self.adapters[name]))}
         elif op == "load":
             self.adapters[name] = json.loads((Path(head["folder"]) / "state.json").read_text())
         elif op in ("forward", "forward_backward"):

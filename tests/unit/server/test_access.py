@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -11,6 +15,10 @@ import pytest
 import tinkex
 from tests.unit.server.conftest import Served
 from tinkex.server.http.access import CACHE_S, api_key_in, is_guarded, route_path
+from tinkex.server.http.errors import RequestRejected
+from tinkex.server.http.rejected_keys import LINE_S
+from tinkex.server.upkeep.janitor import Janitor
+from tinkex.store.errors import Unavailable
 from tinkex.store.keys import hash_key, hint, new_key
 from tinkex.store.records import KeyRecord
 
@@ -50,6 +58,44 @@ def test_a_wrong_key_is_401_with_a_sentence(serve: Callable[..., Served], key: s
     answer = serve(api_keys=(ALICE,)).ask("POST", "create_session", {}, key=key)
     assert (answer.status, answer.json["code"]) == (401, "unauthorised")
     assert "API key" in answer.json["detail"]
+
+
+def test_wrong_keys_are_logged_once_a_minute_with_their_number_and_address(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before: no metric and no line; somebody could guess keys for weeks."""
+    served = serve(api_keys=(ALICE,))
+
+    def lines() -> list[str]:
+        return [row.getMessage() for row in caplog.records if "API key" in row.getMessage()]
+
+    assert who(served, ALICE) != "401" and who(served, None) == "401"
+    assert lines() == []
+    for number in range(4):
+        assert who(served, f"tml-a-wrong-key-{number}") == "401"
+    first = "rejected 1 request with an API key that is unknown or was revoked; the last came from 127.0.0.1"
+    assert lines() == [first]
+    served.clock.advance(LINE_S - 1)
+    assert served.ask("GET", "/v1/models", headers={"authorization": "Bearer tml-a-wrong-key"}).status == 401
+    assert served.ask("GET", "/metrics", key="tml-a-wrong-key").status == 401
+    assert lines() == [first]
+    served.clock.advance(1)
+    served.run(Janitor(served.service)._report_rejected_keys())
+    served.run(Janitor(served.service)._report_rejected_keys())
+    assert lines() == [first, first.replace("1 request ", "5 requests ")]
+    assert "wrong-key" not in caplog.text and ALICE not in caplog.text
+
+
+def test_an_address_that_a_proxy_names_cannot_write_into_the_log(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(api_keys=(ALICE,))
+    headers = {"x-forwarded-for": "somebody; tinkex: all is well"}
+    assert served.ask("GET", "sessions", headers=headers, key="tml-a-wrong-key").status == 401
+    assert "the last came from an address that cannot be read" in caplog.text and "all is well" not in caplog.text
+    served.clock.advance(LINE_S)
+    assert served.ask("GET", "sessions", headers={"x-forwarded-for": "203.0.113.7"}, key="tml-x-wrong").status == 401
+    assert "the last came from 203.0.113.7" in caplog.text
 
 
 def test_a_bearer_token_counts_as_key_and_x_api_key_comes_first(serve: Callable[..., Served]) -> None:
@@ -155,7 +201,12 @@ def test_whoami_serves_our_client_and_the_official_login(served: Served) -> None
         ({"origin": "null"}, 403),
         ({"host": "rebound.example:8000"}, 403),
         ({"host": "[::1"}, 403),
-        ({"origin": "http://localhost:3000", "host": "127.0.0.1"}, 200),
+        ({"origin": "http://localhost:3000", "host": "127.0.0.1"}, 403),
+        ({"origin": "http://127.0.0.1:3000"}, 403),
+        ({"origin": "https://127.0.0.1", "host": "127.0.0.1:8642"}, 403),
+        ({"origin": "http://localhost:99999", "host": "localhost:8642"}, 403),
+        ({"origin": "http://localhost:8642", "host": "localhost:8642"}, 200),
+        ({"origin": "http://localhost", "host": "localhost:80"}, 200),
         ({"host": "[::1]:8000"}, 200),
     ],
 )
@@ -171,5 +222,84 @@ def test_without_keys_requests_from_foreign_web_pages_are_rejected(
 def test_the_public_host_is_allowed_without_keys_and_any_host_with_keys(serve: Callable[..., Served]) -> None:
     named = serve(public_url="https://tinker.example/here")
     assert named.ask("GET", "sessions", headers={"host": "tinker.example"}).status == 200
+    page = {"origin": "https://tinker.example"}
+    assert named.ask("GET", "sessions", headers=page).status == 200, "a proxy may set Host to our own address"
     keyed = serve(api_keys=(ALICE,))
     assert keyed.ask("GET", "sessions", key=ALICE, headers={"host": "anything.example"}).status == 200
+
+
+def test_a_flood_of_wrong_keys_occupies_the_store_with_one_query_at_a_time(served: Served) -> None:
+    """Before: each key that was not cached was one more call in the queue of the store's only thread."""
+    key = add_key(served, "alice")
+    assert who(served, key) == "alice"
+    db, calls, may_go = served.service.db, [], threading.Event()
+
+    async def counted(call: Callable[..., Any], *args: Any) -> Any:
+        calls.append(call)
+        return await db(call, *args)
+
+    served.service.access._db = counted  # type: ignore[assignment]
+    blocked = asyncio.run_coroutine_threadsafe(db(may_go.wait, 20), served.loop)
+    try:
+        guesses = [
+            asyncio.run_coroutine_threadsafe(served.service.access.tenant(f"tml-guess-{n}"), served.loop)
+            for n in range(300)
+        ]
+        served.clock.advance(CACHE_S)
+        honest = asyncio.run_coroutine_threadsafe(served.service.access.tenant(key), served.loop)
+        served.run(asyncio.sleep(0))
+        assert len(calls) == 1
+    finally:
+        may_go.set()
+    assert blocked.result(20)
+    assert honest.result(20) == "alice"
+    assert all(isinstance(guess.exception(20), RequestRejected) for guess in guesses)
+    assert len(calls) <= 3
+
+
+def test_a_store_that_fails_is_reported_to_every_request_that_waits_for_its_key(served: Served) -> None:
+    key = add_key(served, "alice")
+    assert who(served, key) == "alice"
+    served.clock.advance(CACHE_S)
+
+    async def fail(*_: Any) -> Any:
+        raise Unavailable("the database is away")
+
+    db, served.service.access._db = served.service.access._db, fail  # type: ignore[assignment]
+    assert (who(served, key), who(served, "tml-unknown-key")) == ("503", "503")
+    served.service.access._db = db
+    assert who(served, key) == "alice"
+
+
+@pytest.mark.parametrize("path", ["/api/v1/sessions", "/v1/models", "/metrics"])
+def test_a_key_that_sends_too_many_requests_waits_and_another_does_not(serve: Callable[..., Served], path: str) -> None:
+    """Before: there was no limit on the rate of a key."""
+    served = serve(api_keys=(ALICE, BOB), max_requests_per_s=1)
+    assert [served.ask("GET", path, key=BOB).status for _ in range(6)] == [200] * 5 + [429]
+    answer = served.ask("GET", path, key=BOB)
+    assert answer.headers["retry-after"] == "1"
+    if path.startswith("/v1"):
+        assert answer.json["error"]["type"] == "rate_limit_error"
+        assert "--max-requests-per-s" in answer.json["error"]["message"]
+    else:
+        assert (answer.json["code"], answer.json["category"]) == ("too_many_requests", "server")
+    assert served.ask("GET", path, key=ALICE).status == 200
+    served.clock.advance(1)
+    assert served.ask("GET", path, key=BOB).status == 200
+
+
+def test_polls_and_heartbeats_are_never_rejected_for_their_rate(serve: Callable[..., Served]) -> None:
+    """Before: they were 429, after which tinker 0.4.1 gives a result up for good. Now they are served, but later."""
+    served = serve(max_requests_per_s=1)
+    served.session()
+    assert [served.ask("GET", "sessions").status for _ in range(6)][-1] == 429
+    for path in ("retrieve_future", "retrieve_futures", "session_heartbeat"):
+        assert served.ask("POST", path, b"[]").status == 400, "it was read: its body is no object"
+    for _ in range(47):
+        assert served.ask("POST", "session_heartbeat", {"session_id": "s"}).status == 200
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(served.ask, "POST", "session_heartbeat", {"session_id": "s"})
+        served.clock.wait_for_sleepers(1)
+        assert not late.done()
+        served.clock.advance(1)
+        assert late.result(10).status == 200

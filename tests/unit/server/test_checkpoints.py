@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 import tinkex
 from tests.unit.server.conftest import Served
+from tests.unit.store.test_query_plans import statements
+from tinkex.store.database import values_of
+from tinkex.store.tables import runs
 
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
 
@@ -223,3 +228,40 @@ def test_changes_of_checkpoints_are_in_the_audit_log_of_the_day(served: Served) 
     assert admin.get_audit_log().result().entries == []
     assert len(admin.get_audit_log(day=entries[0].timestamp.date()).result().entries) == 3
     assert served.ask("GET", "audit?day=yesterday").status == 400
+
+
+def test_a_list_of_a_thousand_runs_sends_a_handful_of_statements(served: Served) -> None:
+    """One query per run kept every other request waiting for 8.6 s."""
+    first = served.training_run()
+    rows = [values_of(replace(first, id=f"s:train:{n}", created_at=float(n))) for n in range(1, 1000)]
+    sent: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        sent.append(statement)
+
+    def fill() -> None:
+        with served.store._write() as connection:
+            connection.execute(runs.insert(), rows)
+        event.listen(served.store._engine, "before_cursor_execute", note)
+
+    async def run_it() -> None:
+        await served.service.db(fill)
+
+    served.run(run_it())
+    answer = served.ask("GET", "training_runs?limit=1000")
+    assert answer.status == 200 and len(answer.json["training_runs"]) == 1000
+    assert len(sent) <= 6, sent
+
+
+def test_a_list_of_runs_reads_the_checkpoints_of_all_of_them_in_one_statement(served: Served) -> None:
+    """One query for each run's checkpoints kept every other request waiting for 8.6 s."""
+    for number in range(30):
+        run = served.training_run(f"s:train:{number}")
+        served.checkpoint(run, "old")
+        served.clock.advance(1)
+        served.checkpoint(run, "new")
+    with statements(served.store) as sent:
+        answer = served.ask("GET", "training_runs?limit=1000")
+    assert len([statement for statement, _ in sent if "checkpoints" in statement]) == 1
+    shown = [run["last_checkpoint"]["checkpoint_id"] for run in answer.json["training_runs"]]
+    assert shown == ["weights/new"] * 30

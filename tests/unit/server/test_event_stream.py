@@ -123,3 +123,48 @@ def test_the_generator_is_closed_when_the_client_leaves(monkeypatch: pytest.Monk
             assert events.is_closed
 
     asyncio.run(scenario())
+
+
+def test_nothing_comes_between_the_blocks_of_a_large_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comment inside of an event would end it: it ends with an empty line."""
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
+
+    async def blocks() -> AsyncGenerator[bytes, None]:
+        yield b"data: a"
+        await asyncio.sleep(0.1)
+        yield b"b\n\n"
+
+    async def events() -> AsyncGenerator[event_stream.Event, None]:
+        yield blocks()
+
+    async def run() -> bytes:
+        sent: list[bytes] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message.get("body", b""))
+
+        await (await open_event_stream(events(), encode_error))(SCOPE, never, send)
+        return b"".join(sent)
+
+    assert asyncio.run(run()) == b"data: ab\n\n"
+
+
+def test_an_error_inside_of_an_event_ends_the_connection() -> None:
+    async def blocks() -> AsyncGenerator[bytes, None]:
+        yield b"data: a"
+        raise ValueError("in the middle")
+
+    async def events() -> AsyncGenerator[event_stream.Event, None]:
+        yield blocks()
+
+    async def run() -> list[bytes]:
+        sent: list[bytes] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message.get("body", b""))
+
+        with pytest.raises((ValueError, ExceptionGroup)):
+            await (await open_event_stream(events(), encode_error))(SCOPE, never, send)
+        return sent
+
+    assert b"".join(asyncio.run(run())) == b"data: a"

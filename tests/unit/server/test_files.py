@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import io
+import os
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -40,6 +44,19 @@ def archive(served: Served) -> str:
 def members(content: bytes) -> dict[str, bytes]:
     with tarfile.open(fileobj=io.BytesIO(content)) as opened:
         return {member.name: opened.extractfile(member).read() for member in opened}  # type: ignore[union-attr]
+
+
+def test_a_row_that_names_a_folder_elsewhere_gives_nothing_away(served: Served) -> None:
+    run = served.training_run()
+    elsewhere = served.config.data_dir.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "adapter_config.json").write_bytes(CONFIG)
+    saved = served.checkpoint(run)
+    files = {"adapter_config.json": saved.files["adapter_config.json"]}
+    moved = replace(saved, folder="../elsewhere", files=files)
+    served.run(served.service.db(served.store.add_checkpoint, moved))
+    link = served.ask("GET", f"training_runs/{run.id}/checkpoints/weights/0001/archive").headers["location"]
+    assert served.ask("GET", urlsplit(link).path).status == 500
 
 
 def test_an_archive_is_a_tar_of_all_files_with_its_checksum(served: Served, archive: str) -> None:
@@ -132,9 +149,19 @@ def test_a_link_to_a_checkpoint_that_was_deleted_is_404(served: Served, archive:
     assert served.ask("GET", archive).status == 404
 
 
-def test_a_checkpoint_whose_files_are_damaged_is_not_sent(served: Served, archive: str) -> None:
-    (served.config.data_dir / "checkpoints/s:train:0/weights/0001/adapter_config.json").write_bytes(b"short")
-    assert served.ask("GET", archive).status == 404
+@pytest.mark.parametrize("content", [b"short", CONFIG.replace(b"8", b"9")], ids=["shorter", "one bit"])
+def test_a_checkpoint_whose_files_are_damaged_is_not_sent(served: Served, archive: str, content: bytes) -> None:
+    file = served.config.data_dir / "checkpoints/s:train:0/weights/0001/adapter_config.json"
+    assert served.ask("GET", archive).status == 200
+    file.write_bytes(content)
+    for url in (archive, archive.replace("archive.tar", "adapter_config.json")):
+        answer = served.ask("GET", url)
+        assert (answer.status, answer.json["code"], answer.json["category"]) == (500, "damaged_checkpoint", "server")
+        assert (
+            "adapter_config.json of tinker://s:train:0/weights/0001 was damaged on the service's disk"
+            in (answer.json["detail"])
+        )
+        assert answer.headers["x-should-retry"] == "false"
 
 
 def test_links_need_no_key_and_survive_a_restart(serve: Callable[..., Served], tmp_path: Path) -> None:
@@ -152,6 +179,67 @@ def test_links_need_no_key_and_survive_a_restart(serve: Callable[..., Served], t
     assert (tmp_path / "shared" / links.SECRET_FILE).stat().st_mode & 0o077 == 0
     stranger = serve(api_keys=(key,))
     assert stranger.ask("GET", place).status == 403
+
+
+def test_a_link_to_a_published_checkpoint_ends_when_it_is_unpublished(serve: Callable[..., Served]) -> None:
+    alice, bob = "tml-alice-0123456789", "tml-bob-0123456789ab"
+    served = serve(api_keys=(alice, bob))
+    run = served.training_run(tenant=served.run(served.service.access.tenant(alice)))
+    served.checkpoint(run, is_public=True)
+    place = f"training_runs/{run.id}/checkpoints/weights/0001"
+    own, other = (
+        urlsplit(served.ask("GET", f"{place}/archive", key=key).headers["location"]).path for key in (alice, bob)
+    )
+    assert (served.ask("GET", own).status, served.ask("GET", other).status) == (200, 200)
+    assert served.ask("DELETE", f"{place}/publish", key=alice).status == 200
+    assert (served.ask("GET", own).status, served.ask("GET", other).status) == (200, 404)
+
+
+@pytest.mark.parametrize("damage", [b"", b"ab" * 31, b"ab" * 33, b"no hex" * 11, b"\xff" * 64], ids=repr)
+def test_a_link_signed_with_a_damaged_secret_is_rejected(served: Served, archive: str, damage: bytes) -> None:
+    """An empty secret was accepted, and anybody could sign with it."""
+    secret = served.config.data_dir / links.SECRET_FILE
+    secret.write_bytes(damage)
+    links._secret.cache_clear()
+    token = archive.split("/")[-2]
+    text = token.partition(".")[0]
+    known = b"" if damage != b"ab" * 31 else bytes.fromhex("ab" * 31)
+    signature = hmac.new(known, links._decode(text), hashlib.sha256).digest()
+    assert served.ask("GET", f"files/{text}.{links._encode(signature)}/archive.tar").status == 403
+    assert len(bytes.fromhex(secret.read_text())) == links.SECRET_BYTES
+    assert secret.stat().st_mode & 0o077 == 0
+    answer = served.ask("GET", "training_runs/s:train:0/checkpoints/weights/0001/archive")
+    assert served.ask("GET", urlsplit(answer.headers["location"]).path).status == 200
+    assert not list(served.config.data_dir.glob(".link-secret*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux says which file a descriptor is")
+@pytest.mark.parametrize("damage", [None, b""], ids=["new", "replaced"])
+def test_a_link_secret_is_on_the_disk_before_it_has_its_name_and_its_folder_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
+) -> None:
+    """After a power cut, the name must not be that of an empty file."""
+    secret = tmp_path / links.SECRET_FILE
+    if damage is not None:
+        secret.write_bytes(damage)
+    steps: list[str] = []
+    fsync, link, replace = os.fsync, os.link, os.replace
+
+    def note_fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        steps.append("folder" if path == tmp_path else f"content of {path.stat().st_size} bytes")
+        fsync(fd)
+
+    def note_name(give_name: Callable[[Path, Path], None], part: Path, target: Path) -> None:
+        steps.append("name")
+        assert target == secret
+        give_name(part, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "link", partial(note_name, link))
+    monkeypatch.setattr(os, "replace", partial(note_name, replace))
+    links.prepare_secret(tmp_path)
+    assert steps == [f"content of {2 * links.SECRET_BYTES} bytes", "name", "folder"]
 
 
 def test_links_lead_to_the_public_address(serve: Callable[..., Served]) -> None:

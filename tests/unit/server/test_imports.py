@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,32 @@ def test_an_adapter_on_the_unembedding_is_recognized(tmp_path: Path) -> None:
     weights = safetensors("base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight")
     (tmp_path / "a.tar").write_bytes(tar(adapter_config__json=CONFIG, adapter_model__safetensors=weights))
     assert unpack(tmp_path / "a.tar", tmp_path / "out").train_unembed
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux says which file a descriptor is")
+def test_an_import_and_a_copy_are_on_the_disk_before_their_rows(
+    served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, a row must not refer to files that are empty."""
+    steps: list[str] = []
+    fsync, add_stored_run = os.fsync, served.store.add_stored_run
+
+    def note_fsync(fd: int) -> None:
+        steps.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), served.config.data_dir))
+        fsync(fd)
+
+    def note_rows(*args: Any, **more: Any) -> None:
+        steps.append("rows")
+        add_stored_run(*args, **more)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(served.store, "add_stored_run", note_rows)
+    imported = served.ask("POST", PLACE, ADAPTER).json["tinker_path"]
+    copied = served.ask("POST", "copy_weights", {"source_path": imported}).json["tinker_path"]
+    for path in (imported, copied):
+        ended = steps.index("rows")
+        done, steps = steps[:ended], steps[ended + 1 :]
+        folder = f"checkpoints/{path.removeprefix('tinker://')}"
+        parents = [str(parent) for parent in Path(folder).parents]
+        assert set(done[:2]) == {f"{folder}/adapter_config.json", f"{folder}/adapter_model.safetensors"}
+        assert done[2:] == [folder, *parents]

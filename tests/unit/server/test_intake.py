@@ -11,7 +11,7 @@ from tinkex.wire import proto_codec
 READ = """
 import sys
 from tinkex.engine.contract import pass_frame
-from tinkex.server.training.intake import digest_of
+from tinkex.server.training.residency import digest_of
 from tinkex.wire.proto_codec import decode_forward_backward_request
 
 batch = decode_forward_backward_request(bytes.fromhex(sys.argv[1])).forward_backward_input

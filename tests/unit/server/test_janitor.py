@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tests.unit.server.conftest import Served
+from tinkex.server.limits.quotas import QuotaExceeded
+from tinkex.server.sampling.sample_queue import PolledSample, SampleJob, SampleTarget, Sampling
 from tinkex.server.upkeep.janitor import (
     DISK_PAUSE,
     MIN_FREE_BYTES,
@@ -126,6 +130,51 @@ def test_ephemeral_samplers_are_deleted_with_their_session(served: Served) -> No
     assert not (served.config.data_dir / str(other.folder)).exists()
 
 
+def test_a_loop_with_a_sampler_per_step_is_not_above_its_quota_for_good(serve: Callable[..., Served]) -> None:
+    """Unnamed samplers count, their owner cannot delete them, and they stayed until the session was over."""
+    served = serve(tenant_quota_gb=0.001)
+    service = served.service
+    service.sampling = Sampling(
+        served.config,
+        served.clock,
+        served.store,
+        service.db,
+        service.engine,
+        service.catalog,
+        service.metrics,
+        service.ledger,
+        served.worker.memory.relieve,
+    )
+    served.session("s", seen_at=served.clock.wall() + 10_000)  # its heartbeats go on
+    served.training_run("s:train:0")
+    rows = []
+    for number in range(40):
+        rows.append(ephemeral(served, "s:train:0", number))
+        (served.config.data_dir / str(rows[-1].folder) / "adapter_model.safetensors").write_bytes(bytes(27_000))
+        served.clock.advance(1)
+    with pytest.raises(QuotaExceeded, match="unnamed samplers"):
+        served.run(service.quotas.reserve("next", "local", 27_000))
+    tick(served)
+    assert all((served.config.data_dir / str(row.folder)).exists() for row in rows), "all are new"
+    served.clock.advance(601)
+    served.run(service.sampling.sampler("local", rows[1].id))
+    job = SampleJob("local", SampleTarget(service.catalog.find("tiny")), cast(Any, None), lambda event: None)
+    service.sampling._samples["sample-1"] = PolledSample("sample-1", "local", rows[2].id, job, 1)
+    tick(served)
+    left = [number for number, row in enumerate(rows) if (served.config.data_dir / str(row.folder)).exists()]
+    assert left == [1, 2, *range(8, 40)], "those in use, and the newest 32"
+    served.run(service.quotas.reserve("next", "local", 27_000))
+
+
+def test_samplers_stay_with_their_session_where_there_is_no_quota(served: Served) -> None:
+    served.session("s", seen_at=served.clock.wall() + 10_000)
+    served.training_run("s:train:0")
+    rows = [ephemeral(served, "s:train:0", number) for number in range(40)]
+    served.clock.advance(601)
+    tick(served)
+    assert all((served.config.data_dir / str(row.folder)).exists() for row in rows)
+
+
 def test_no_session_is_idle_because_the_service_was_down(served: Served) -> None:
     served.session("s")
     served.training_run("s:train:0")
@@ -178,18 +227,6 @@ def test_a_full_disk_pauses_training_until_there_is_room(served: Served) -> None
     tick(served, MIN_FREE_BYTES - 1)
     assert "disk has 200 MB left" in served.worker.paused[DISK_PAUSE]
     tick(served, MIN_FREE_BYTES)
-    assert served.worker.paused == {}
-
-
-def test_data_above_the_quota_pause_training(serve: object) -> None:
-    served: Served = serve(quota_gb=0.001)  # type: ignore[operator]
-    tick(served)
-    assert served.worker.paused == {}
-    (served.config.data_dir / "large").write_bytes(bytes(1_000_001))
-    tick(served)
-    assert "quota of 0.001 GB" in served.worker.paused[DISK_PAUSE]
-    (served.config.data_dir / "large").unlink()
-    tick(served)
     assert served.worker.paused == {}
 
 

@@ -156,6 +156,8 @@ def test_with_keys_the_metrics_page_needs_one_and_contains_none(tmp_path: Path, 
         status, _, content = page(address, authorization=f"Bearer {KEY}")
         assert status == 200
         assert KEY not in page(address, x_api_key=KEY)[2] and KEY not in content
+    assert 'tinkex_unauthorised_requests_total{reason="no_key"} 1.0' in content
+    assert 'tinkex_unauthorised_requests_total{reason="wrong_key"} 1.0' in content
     service.db.close()
     service.store.close()
 

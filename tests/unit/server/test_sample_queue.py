@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from tests.unit.server.fake_engine import FakeEngine
 from tests.unit.server.test_survival import request
 from tests.unit.server.test_worker import TINY, running, scenario
-from tinkex.engine.contract import Sampled, SampleSpec, SequenceOutput
+from tinkex.engine.contract import OutOfMemory, Sampled, SampleEvent, SampleSpec, SequenceOutput
+from tinkex.server.http.errors import RequestRejected
 from tinkex.server.routes import sampling as routes
-from tinkex.server.sampling import sample_queue
+from tinkex.server.sampling import finished_samples, sample_queue
+from tinkex.server.sampling.finished_samples import FinishedSamples
 from tinkex.server.sampling.sample_queue import PolledSample, SampleTarget
 from tinkex.server.service import Service
+from tinkex.types.sampling import TopkLogprobs
 
 TARGET = SampleTarget(TINY)
 
@@ -65,6 +72,25 @@ async def test_a_tenant_with_many_samples_does_not_keep_another_waiting(tmp_path
 
 
 @scenario
+async def test_one_request_of_a_thousand_sequences_does_not_keep_another_tenant_in_the_queue(tmp_path: Path) -> None:
+    """Before: it counted with all its sequences until the last one was done, and everybody waited for that."""
+    engine = FakeEngine()
+    engine.gate.clear()
+    async with running(tmp_path, engine, max_rows=4) as service:
+        large = service.sampling.submit("greedy", "s", TARGET, spec(num_samples=1024), None, None)
+        small = submit(service, tenant="modest")
+        await asyncio.sleep(0)
+        assert [spec.tenant for spec in engine.samples] == ["greedy", "modest"]
+        for _ in range(10):
+            submit(service, tenant="greedy")
+        assert service.sampling.queued == 6, "4 rows of the large request and 4 others are twice the 4 rows"
+        engine.gate.set()
+        for sample in (large, small):
+            await service.sampling.wait(sample, 5)
+            assert sample.result is not None
+
+
+@scenario
 async def test_finished_samples_are_listed_by_cursor_and_old_samplers_are_forgotten(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         first = submit(service)
@@ -83,15 +109,111 @@ async def test_finished_samples_are_listed_by_cursor_and_old_samplers_are_forgot
 
 
 @scenario
+async def test_a_finished_sample_keeps_neither_its_task_nor_its_request(tmp_path: Path) -> None:
+    """Results are kept for minutes. Tasks and requests, of 50 MB with two million targets, were kept with them."""
+    async with running(tmp_path, FakeEngine()) as service:
+        sample = submit(service)
+        await service.sampling.wait(sample, 5)
+        await asyncio.sleep(0.01)
+        assert service.sampling.find("t", sample.id) is sample
+        assert sample.job is None
+        cancelled = submit(service)
+        service.sampling.cancel(cancelled)
+        assert cancelled.job is None
+        await asyncio.sleep(0.01)
+        assert service.ledger.total("sample_bytes") == 0
+
+
+@scenario
+async def test_samples_of_a_tenant_that_wait_are_bounded_by_their_bytes(tmp_path: Path) -> None:
+    """Before: only their sequences were counted, and requests of 935 bytes with two million targets took 50 MB each."""
+    engine = FakeEngine()
+    engine.gate.clear()
+    large = replace(spec(), targets=((1,) * 10_000,))
+    async with running(tmp_path, engine, max_tenant_sample_bytes=2_000_000) as service:
+        samples = [service.sampling.submit("greedy", "s", TARGET, large, None, None) for _ in range(3)]
+        with pytest.raises(RequestRejected, match="--max-tenant-sample-bytes") as caught:
+            service.sampling.submit("greedy", "s", TARGET, large, None, None)
+        assert (caught.value.status, caught.value.code) == (429, "too_many_sample_bytes")
+        samples.append(submit(service, tenant="modest"))
+        engine.gate.set()
+        for sample in samples:
+            await service.sampling.wait(sample, 5)
+            assert sample.result is not None
+        await asyncio.sleep(0.01)
+        assert service.ledger.total("sample_bytes") == 0
+        service.sampling.submit("greedy", "s", TARGET, large, None, None)
+
+
+@scenario
 async def test_kept_results_are_counted_with_their_ranked_tokens(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as service:
         sample = submit(service)
         await service.sampling.wait(sample, 5)
         plain = sample.size_bytes
-        ranked = [[(token, -1.0) for token in range(20)] for _ in range(100)]
+        ranked = TopkLogprobs.from_lists([[(token, -1.0) for token in range(20)] for _ in range(100)])
         row = SequenceOutput(tokens=[1] * 100, logprobs=[-1.0] * 100, stop_reason="length", topk=ranked)
-        sample.result = Sampled(sequences=[row], topk_prompt=[None, *ranked])
-        assert sample.size_bytes - plain > 100 * 20 * 100
+        sample.result = Sampled(sequences=[row], topk_prompt=ranked)
+        assert sample.size_bytes - plain > 2 * 100 * 20 * 8
+
+
+class LargeResultEngine(FakeEngine):
+    """The numbers of a result take as many bytes as its request says in `max_tokens`; they share their memory."""
+
+    zeros = bytes(256 << 20)
+
+    async def sample(self, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
+        half = memoryview(self.zeros)[: spec.max_tokens // 8 * 4]
+        yield Sampled(sequences=[SequenceOutput(tokens=half, logprobs=half, stop_reason="length")], prompt_tokens=3)
+
+
+@scenario
+async def test_large_results_of_one_tenant_do_not_delete_those_of_another(tmp_path: Path) -> None:
+    async with running(tmp_path, LargeResultEngine()) as service:
+        alices = submit(service, tenant="alice")
+        await service.sampling.wait(alices, 5)
+        bobs = []
+        for _ in range(5):
+            large = service.sampling.submit("bob", "sampler", TARGET, spec(max_tokens=64_000_000), None, None)
+            await service.sampling.wait(large, 5)
+            bobs.append(large.id)
+        assert service.sampling.find("alice", alices.id) is alices
+        are_there = [service.sampling.find("bob", sample_id) is not None for sample_id in bobs]
+        assert are_there == [False, True, True, True, True], "his oldest goes"
+
+
+def test_beyond_the_budget_the_tenant_with_the_most_bytes_loses_its_oldest() -> None:
+    finished = FinishedSamples()
+    part = finished_samples.KEPT_BYTES // 4
+    assert list(finished.add("alice", "a1", 10, 0)) == []
+    assert [list(finished.add("bob", f"b{number}", part, 1 + number)) for number in range(3)] == [[], [], []]
+    assert list(finished.add("bob", "b3", part, 4)) == ["b0"]
+    assert list(finished.add("alice", "a2", 10, 5)) == []
+    assert list(finished.add("carol", "c1", 2 * part, 6)) == ["b1", "b2"]
+    # a quarter of an hour later, whoever's they are
+    assert sorted(finished.add("alice", "a3", 10, 5 + finished_samples.KEPT_S)) == ["a1", "a2", "b3"]
+
+
+def test_a_dropped_sample_costs_the_same_however_many_wait() -> None:
+    finished = FinishedSamples()
+    dropped = [name for number in range(20_000) for name in finished.add("t", str(number), 1 << 20, number / 1000)]
+    assert dropped == [str(number) for number in range(20_000 - 256)]
+
+
+@scenario
+async def test_a_dropped_sample_leaves_the_key_to_the_attempt_after_it(tmp_path: Path) -> None:
+    async with running(tmp_path, LargeResultEngine()) as service:
+        first = service.sampling.submit("t", "sampler", TARGET, spec(), "key", None)
+        assert first.job is not None
+        service.sampling._cancel(first.job)
+        service.sampling._settle(first, error=("lost", "server"))
+        second = service.sampling.submit("t", "sampler", TARGET, spec(), "key", None)
+        await service.sampling.wait(second, 5)
+        size = finished_samples.KEPT_BYTES - first.size_bytes - 2 * second.size_bytes + 500  # a little too much
+        large = service.sampling.submit("t", "sampler", TARGET, spec(max_tokens=size), None, None)
+        await service.sampling.wait(large, 5)
+        assert service.sampling.find("t", first.id) is None
+        assert service.sampling.submit("t", "sampler", TARGET, spec(), "key", None) is second
 
 
 @scenario
@@ -109,3 +231,41 @@ async def test_a_stream_begins_although_its_sample_still_waits(tmp_path: Path) -
         assert b"event: token" in said
         assert b"event: done" in said
         assert all(sample.is_done for sample in at_work)
+
+
+class FullEngine(FakeEngine):
+    """Has no memory for a sample until so many training runs have left."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+
+    async def sample(self, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
+        if self.failures:
+            self.failures -= 1
+            raise OutOfMemory("The engine had not enough memory.", "server")
+        async for event in super().sample(spec):
+            yield event
+
+
+@scenario
+async def test_a_sample_that_runs_out_of_memory_is_tried_again_after_idle_runs_have_left(tmp_path: Path) -> None:
+    """Before: it failed, however much memory idle training runs had."""
+    evicted: list[int] = []
+
+    async def relieve(most: int, but_run: str | None) -> int:
+        evicted.append(most)
+        return most
+
+    async with running(tmp_path, FullEngine(2)) as service:
+        service.sampling._relieve = relieve
+        sample = submit(service)
+        await service.sampling.wait(sample, 5)
+        assert sample.result is not None
+        assert evicted == [2, 4]
+    async with running(tmp_path / "more", FullEngine(9)) as service:
+        service.sampling._relieve = relieve
+        sample = submit(service)
+        await service.sampling.wait(sample, 5)
+        assert sample.error is not None
+        assert evicted == [2, 4, 2, 4, 8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from starlette.responses import Response
 
 from tests.unit.server.fake_engine import FakeEngine, head_of
 from tests.unit.server.test_worker import TINY, backward, done, new_run, running, scenario, step
-from tinkex.engine.contract import EngineDied
+from tinkex.engine.contract import EngineDied, EngineFault, EngineUnusable
 from tinkex.engine.frames import Frame
 from tinkex.server.app import make_app
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import futures, sampling
 from tinkex.server.service import Service
-from tinkex.store.errors import DiskFull
+from tinkex.store import database
+from tinkex.store.database import values_of
+from tinkex.store.errors import DiskFull, Unavailable
 from tinkex.store.records import OperationRecord
+from tinkex.store.tables import operations
 
 
 def request(service: Service, body: dict[str, Any], tenant: str = "t") -> ApiRequest:
@@ -79,6 +83,29 @@ class Slow(FakeEngine):
             if self.generation != generation:
                 raise EngineDied("killed by signal 9")
         return await super().run(command, tenant=tenant)
+
+
+class Unusable(FakeEngine):
+    """Starts on the second service only."""
+
+    async def ready(self) -> None:
+        raise EngineUnusable("The engine could not start: it was killed by signal 9.", "server")
+
+
+@scenario
+async def test_operations_are_not_failed_for_good_when_the_engine_cannot_start(tmp_path: Path) -> None:
+    """Seed 211 of the fault harness: a server was killed, and the first engine of the next one too."""
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        queue = await new_run(service)
+        engine.gate.clear()
+        request_id = await step(service, queue, 1, 1.0)
+    async with running(tmp_path, Unusable()) as service:
+        await asyncio.sleep(0.05)
+        row = await service.db(service.store.get_operation, request_id)
+        assert row is not None and row.state == "queued", row
+    async with running(tmp_path, FakeEngine()) as service:
+        assert (await done(service, request_id)).error is None
 
 
 @scenario
@@ -139,6 +166,65 @@ async def test_a_load_whose_snapshot_fails_leaves_the_run_as_it_was(tmp_path: Pa
 
 
 @scenario
+async def test_a_load_whose_snapshot_cannot_be_written_fails_once_and_does_not_spin(tmp_path: Path) -> None:
+    """It was tried again for ever, without a pause: 1,414 times in two seconds."""
+
+    class FullDisk(FakeEngine):
+        is_full = False
+
+        def _reply(self, head: dict[str, Any]) -> dict[str, Any]:
+            if self.is_full and head["op"] == "snapshot":
+                raise EngineFault("No space left on device.", "server")
+            return super()._reply(head)
+
+    engine = FullDisk()
+    async with running(tmp_path, engine) as service:
+        queue = await new_run(service)
+        await done(service, await service.intake.submit(queue, 1, "save_weights", b"", options={"name": "a"}))
+        await done(service, await step(service, queue, 2, 0.5))
+        engine.is_full = True
+        options = {"path": f"tinker://{queue.run.id}/weights/a", "optimizer": False}
+        request_id = await service.intake.submit(queue, 3, "load_weights", b"", options=options)
+        outcome = await service.waiters.wait(request_id, 3)
+        assert outcome is not None and outcome.error == "No space left on device."
+        assert [head["op"] for head in engine.commands].count("load") == 1
+        await done(service, await step(service, queue, 4, 0.25))
+        assert engine.adapters[queue.run.id] == ["seed 7", "step 0.5", "step 0.25"], "as it was before the load"
+
+
+@pytest.mark.parametrize("step_of_load", ["get_readable_checkpoint", "set_snapshot", "set_snapshot, confirmation lost"])
+def test_load_weights_does_not_fail_for_good_while_the_database_is_away(tmp_path: Path, step_of_load: str) -> None:
+    """Seed 138 of the fault harness: it failed with "The database does not respond"."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        async with running(tmp_path, engine) as service:
+            queue = await new_run(service)
+            await done(service, await step(service, queue, 1, 1.0))
+            await done(service, await service.intake.submit(queue, 2, "save_weights", b"", options={"name": "a"}))
+            await done(service, await step(service, queue, 3, 3.0))
+            name, _, is_lost = step_of_load.partition(", ")
+            real, calls = getattr(service.store, name), []
+
+            def away(*values: Any) -> Any:
+                calls.append(values)
+                if len(calls) > 1:
+                    return real(*values)
+                if is_lost:
+                    real(*values)
+                raise Unavailable("The database does not respond.")
+
+            setattr(service.store, name, away)
+            options = {"path": "tinker://s:train:0/weights/a", "optimizer": False}
+            loaded = await done(service, await service.intake.submit(queue, 4, "load_weights", b"", options=options))
+            assert loaded.error is None and len(calls) == 2
+            await done(service, await step(service, queue, 5, 5.0))
+            assert engine.adapters[queue.run.id] == ["seed 7", "step 1.0", "step 5.0"]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@scenario
 async def test_two_operations_without_a_number_are_two_operations(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(tmp_path, engine) as service:
@@ -148,6 +234,75 @@ async def test_two_operations_without_a_number_are_two_operations(tmp_path: Path
         for request_id in ids:
             await done(service, request_id)
         assert engine.adapters[queue.run.id] == ["seed 7", *["step 1.0"] * 3]
+
+
+def lose_confirmation(service: Service) -> None:
+    """Store the next operation, and lose the database's word that it is stored."""
+    add = service.store.add_operation
+
+    def lost(*values: Any) -> None:
+        setattr(service.store, "add_operation", add)  # noqa: B010
+        add(*values)
+        raise Unavailable("The database does not respond.")
+
+    setattr(service.store, "add_operation", lost)  # noqa: B010
+
+
+@scenario
+async def test_a_lost_confirmation_does_not_wedge_clients_without_numbers(tmp_path: Path) -> None:
+    """Before: all later operations got the number of the lost one, and were 400 until the service was restarted."""
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        queue = await new_run(service)
+        lose_confirmation(service)
+        with pytest.raises(Unavailable):
+            await step(service, queue, None, 1.0)
+        for value in (2.0, 3.0):
+            await done(service, await step(service, queue, None, value))
+        assert engine.adapters[queue.run.id] == ["seed 7", "step 1.0", "step 2.0", "step 3.0"]
+
+
+@scenario
+async def test_an_operation_runs_once_if_its_lost_confirmation_is_followed_by_a_retry(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as service:
+        queue = await new_run(service)
+        for number in (None, 2):
+            lose_confirmation(service)
+            with pytest.raises(Unavailable):
+                await step(service, queue, number, 1.0)
+            await done(service, await step(service, queue, number, 1.0))
+        assert engine.adapters[queue.run.id] == ["seed 7", "step 1.0", "step 1.0"]
+
+
+@scenario
+async def test_other_content_under_a_lost_number_is_a_conflict_and_the_lost_operation_runs(tmp_path: Path) -> None:
+    """Before: it stayed in the journal alone, and later numbers waited for it until the gap was over."""
+    engine = FakeEngine()
+    async with running(tmp_path, engine, gap_s=60) as service:
+        queue = await new_run(service)
+        lose_confirmation(service)
+        with pytest.raises(Unavailable):
+            await step(service, queue, 1, 1.0)
+        with pytest.raises(RequestRejected, match="different content"):
+            await step(service, queue, 1, 9.0)
+        await done(service, await step(service, queue, 2, 2.0))
+        assert engine.adapters[queue.run.id] == ["seed 7", "step 1.0", "step 2.0"]
+
+
+@scenario
+async def test_a_long_run_goes_on_after_a_restart_without_reading_all_its_operations(tmp_path: Path) -> None:
+    """Before: all rows were read, on the one thread of the store, and more than 360,000 made the run unloadable."""
+    async with running(tmp_path, FakeEngine()) as service:
+        queue = await new_run(service)
+        row = service.intake._row(queue.run, 0, "optim_step", "", state="done")
+        rows = [values_of(replace(row, seq_id=n, request_id=f"op-{n}")) for n in range(1, 3000)]
+        for start in range(0, len(rows), 100):
+            await service.db(service.store._run_write, operations.insert().values(rows[start : start + 100]))
+    async with running(tmp_path, FakeEngine()) as service:
+        loaded = await service.intake.run_queue("t", queue.run.id)
+        assert len(loaded.taken) <= 1001 and 0 in loaded.taken
+        assert (loaded.started_up_to, loaded.next_number()) == (2999, 3000)
 
 
 @scenario
@@ -213,3 +368,31 @@ async def test_a_result_that_the_store_rejects_fails_and_its_adapter_is_rebuilt(
         service.store.finish = finish  # type: ignore[method-assign]
         assert (await done(service, await step(service, queue, 2, 2.0))).error is None
         assert engine.adapters[queue.run.id] == ["seed 7", "step 2.0"]
+
+
+def test_a_load_goes_on_when_the_database_was_away_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It failed for good, "The database does not respond", although nothing was wrong with it."""
+    monkeypatch.setattr(database, "LOCK_WAIT_S", 0.05)
+
+    @scenario
+    async def check(data_dir: Path) -> None:
+        engine = FakeEngine()
+        async with running(data_dir, engine) as service:
+            queue = await new_run(service)
+            await done(service, await service.intake.submit(queue, 1, "save_weights", b"", options={"name": "a"}))
+            await done(service, await step(service, queue, 2, 2.0))
+            engine.gate.clear()
+            options = {"path": "tinker://s:train:0/weights/a", "optimizer": False}
+            request_id = await service.intake.submit(queue, 3, "load_weights", b"", options=options)
+            other = sqlite3.connect(data_dir / "tinkex.db", isolation_level=None)
+            other.execute("BEGIN IMMEDIATE")
+            engine.gate.set()
+            while service.worker.pause_reason is None:
+                assert service.waiters.recent(request_id) is None, "it failed"
+                await asyncio.sleep(0.01)
+            other.execute("COMMIT")
+            other.close()
+            assert (await done(service, request_id)).error is None
+            assert engine.adapters[queue.run.id] == ["seed 7"]
+
+    check(tmp_path)

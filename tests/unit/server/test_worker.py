@@ -19,11 +19,12 @@ from tinkex.engine.frames import Frame
 from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.main import build
 from tinkex.server.service import Service
-from tinkex.server.training.intake import KEPT_COMMAND_BYTES
+from tinkex.server.training.queued_work import MAX_KEPT_BYTES
 from tinkex.server.training.run_queue import RunQueue
 from tinkex.server.training.waiters import OperationResult
 from tinkex.server.training.worker import WINDOW
 from tinkex.settings import ServeConfig
+from tinkex.store.blobs.bucket import Bucket
 from tinkex.store.records import RunRecord, SessionRecord
 from tinkex.store.store import Store
 
@@ -32,11 +33,11 @@ TINY = ModelInfo(name="tinkex/tiny", folder="", vocab_size=300, max_context_leng
 
 @asynccontextmanager
 async def running(
-    data_dir: Path, engine: FakeEngine, model: ModelInfo = TINY, **settings: Any
+    data_dir: Path, engine: FakeEngine, model: ModelInfo = TINY, bucket: Bucket | None = None, **settings: Any
 ) -> AsyncIterator[Service]:
     defaults: dict[str, Any] = {"base_models": ("tinkex/tiny",), "gap_s": 0.2, "poll_hold_s": 5.0}
     config = ServeConfig(data_dir=data_dir, **{**defaults, **settings})
-    store = Store.open(config.database_url, data_dir)
+    store = Store.open(config.database_url, data_dir, bucket=bucket, cache_bytes=10**9)
     service = build(config, [model], store, engine)
     await service.worker.resume()
     loop = asyncio.create_task(service.worker.run())
@@ -207,7 +208,7 @@ async def test_the_engine_gets_the_very_bytes_that_the_journal_stored(tmp_path: 
     # No encoder of ours writes a head like this one: whatever decodes and encodes it again changes it.
     head = b'{ "op": "forward_backward", "adapter": "s:train:0", "loss_fn": "x", "data": [1], "_sizes": [%d]}'
     stored = []
-    for size in (8, KEPT_COMMAND_BYTES + 1):
+    for size in (8, MAX_KEPT_BYTES + 1):
         head_of_size = head % size
         stored.append(struct.pack("<IQ", len(head_of_size), size) + head_of_size + bytes(size))
     engine = FakeEngine()

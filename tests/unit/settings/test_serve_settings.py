@@ -12,6 +12,8 @@ from tinkex.errors import ConfigError
 from tinkex.settings import (
     SERVE,
     ServeConfig,
+    bucket_access,
+    check_cluster,
     check_keys,
     is_loopback_host,
     private_environment,
@@ -178,3 +180,62 @@ def test_a_private_file_holds_every_setting_and_only_its_owner_reads_it(
     environ = private_environment(file)
     assert resolve_serve(environ) == config
     assert environ["PATH"], "the rest of the environment is passed on"
+
+
+SHARED = {"database_url": "postgresql://db/tinkex", "node_url": "http://10.0.0.5:8642"}
+
+
+def test_a_node_needs_postgresql_and_a_secret(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--node-url needs a PostgreSQL .*TINKEX_DATABASE_URL"):
+        check_cluster(resolve_serve({}, node_url="http://10.0.0.5:8642"))
+    with pytest.raises(ConfigError, match=r"--no-engine needs a secret .*TINKEX_CLUSTER_SECRET.*--cluster-secret-file"):
+        check_cluster(resolve_serve({}, no_engine=True, database_url="postgresql://db/tinkex"))
+    file = tmp_path / "secret"
+    file.write_text("s" * 32 + "\n")
+    config = resolve_serve({}, **SHARED, cluster_secret_file=file)
+    assert config.cluster_secret == "s" * 32 and config.is_clustered and "sss" not in repr(config)
+    check_cluster(config)
+    check_cluster(resolve_serve({"TINKEX_CLUSTER_SECRET": "t" * 32}, **SHARED))
+    assert resolve_serve({"TINKEX_NO_ENGINE": "true"}).is_clustered and not resolve_serve({}).is_clustered
+
+
+def test_a_cluster_secret_is_long_and_no_flag(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("short")
+    with pytest.raises(ConfigError, match=r"secret must hold a secret of 32 characters") as refused:
+        resolve_serve({}, **SHARED, cluster_secret_file=file)
+    assert "short" not in str(refused.value)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        resolve_serve({}, **SHARED, cluster_secret_file=tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"^TINKEX_CLUSTER_SECRET must be a secret of 32 characters") as refused:
+        resolve_serve({"TINKEX_CLUSTER_SECRET": "hunter2"})
+    assert "hunter2" not in str(refused.value)
+    assert [row.name for row in SERVE if not row.has_flag] == ["cluster_secret"]
+
+
+def test_a_bucket_is_named_without_its_keys() -> None:
+    assert resolve_serve({}).blobs is None
+    assert resolve_serve({"TINKEX_BLOBS": " s3://training/some/prefix/ "}).blobs == "s3://training/some/prefix"
+    assert resolve_serve({}, blobs="s3://training").blobs == "s3://training"
+    for wrong in ("training", "gs://training", "s3://", "s3://KEY:SECRET@training", "s3://training?region=x"):
+        with pytest.raises(ConfigError, match="s3://BUCKET"):
+            resolve_serve({}, blobs=wrong)
+
+
+def test_access_to_the_bucket_comes_from_the_usual_variables_and_is_no_setting() -> None:
+    environ = {
+        "AWS_ENDPOINT_URL": "https://s3.example.org",
+        "AWS_DEFAULT_REGION": "eu-central-1",
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "very-secret",
+        "AWS_SESSION_TOKEN": " ",
+    }
+    assert bucket_access(environ) == {
+        "endpoint": "https://s3.example.org",
+        "region": "eu-central-1",
+        "access_key_id": "id",
+        "secret_access_key": "very-secret",
+    }
+    more = {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9000", "AWS_REGION": "here", **environ}
+    assert (bucket_access(more)["endpoint"], bucket_access(more)["region"]) == ("http://127.0.0.1:9000", "here")
+    assert "very-secret" not in repr(resolve_serve({**environ, "TINKEX_BLOBS": "s3://b"}))

@@ -41,6 +41,13 @@ class PostgresServer:
     def url(self, schema: str = "public") -> str:
         return f"postgresql://postgres@/postgres?host={quote(str(self.folder))}&options=-csearch_path%3D{schema}"
 
+    def dump(self) -> str:
+        """Return everything in the database as SQL."""
+        self._run("pg_dump", "--inserts", "--no-owner", "-h", self.folder, "-U", "postgres", "postgres")
+        lines = (self.folder / "pg_dump.out").read_text().splitlines()
+        # The lines for psql alone, and comments, are left out: any driver can run the rest.
+        return "\n".join(line for line in lines if line and not line.startswith(("--", "\\"))) + "\n"
+
     def stop(self) -> None:
         self._run("pg_ctl", "-D", self._data, "-m", "immediate", "stop")
         shutil.rmtree(self.folder)

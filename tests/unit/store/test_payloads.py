@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 
 from tests.unit.store.conftest import LARGE, Add, Place, operation, run, sampler
 from tinkex.errors import ValidationError
@@ -159,3 +161,31 @@ def test_the_store_may_be_opened_used_and_closed_by_different_threads(sqlite_pla
     thread.join()
     store.close()
     assert seen == ["s:train:0"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux says which file a descriptor is")
+def test_a_payload_is_on_the_disk_before_its_row_where_power_cuts_are_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    fsync, replace_file = os.fsync, os.replace
+
+    def note_fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}")).relative_to(tmp_path)
+        steps.append(path.suffix or str(path))
+        fsync(fd)
+
+    def note_replace(source: Path, target: Path) -> None:
+        steps.append("rename")
+        replace_file(source, target)
+
+    with Store.open(f"sqlite:///{tmp_path / 'tinkex.db'}", tmp_path, durability="full") as store:
+        with store._read() as connection:
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL: every commit is synced
+        store.add_run(run(), operation(0), b"")
+        monkeypatch.setattr(os, "fsync", note_fsync)
+        monkeypatch.setattr(os, "replace", note_replace)
+        event.listen(store._engine, "before_cursor_execute", lambda *args: steps.append("row"))
+        store.add_operation(operation(1), LARGE)
+    folder = next((tmp_path / "journal").iterdir()).relative_to(tmp_path)
+    assert steps[: steps.index("row")] == [".part", "rename", str(folder), "journal", "."]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -46,8 +47,8 @@ def test_sessions_are_listed_newest_first_and_only_to_their_tenant(store: Store)
     for number in range(5):
         store.add_session(session(f"s{number}", created_at=float(number)))
     store.add_session(session("other", tenant="bob", created_at=9.0))
-    assert [found.id for found in store.list_sessions("ann", 1, 2)] == ["s3", "s2"]
-    assert [found.id for found in store.list_sessions("ann", 0, 100)] == ["s4", "s3", "s2", "s1", "s0"]
+    assert store.list_session_ids("ann", 1, 2) == ["s3", "s2"]
+    assert store.list_session_ids("ann", 0, 100) == ["s4", "s3", "s2", "s1", "s0"]
 
 
 def test_a_search_compares_metadata_pairs_and_names(store: Store) -> None:
@@ -57,7 +58,7 @@ def test_a_search_compares_metadata_pairs_and_names(store: Store) -> None:
     store.add_session(session("d", tenant="bob", user_metadata={"team": "x"}))
 
     def ids(**filters: object) -> list[str]:
-        return [found.id for found in store.search_sessions("ann", **filters)]  # type: ignore[arg-type]
+        return [found.id for found in store.search_sessions("ann", **filters).sessions]  # type: ignore[arg-type]
 
     assert ids() == ["c", "b", "a"]
     assert ids(user_metadata={"team": "x"}) == ["b", "a"]
@@ -75,7 +76,7 @@ def test_pages_of_a_search_meet_exactly_when_their_cursor_travels_as_a_date(stor
         store.add_session(session(f"s{number:02}", created_at=start + (number // 3) * 0.0000013))
     seen: list[str] = []
     before: tuple[float, str] | None = None
-    while page := store.search_sessions("ann", limit=7, before=before):
+    while page := store.search_sessions("ann", limit=7, before=before).sessions:
         seen += [found.id for found in page]
         date = dt.datetime.fromtimestamp(page[-1].created_at, dt.UTC)
         before = (dt.datetime.fromisoformat(date.isoformat()).timestamp(), page[-1].id)
@@ -417,6 +418,12 @@ def test_any_text_as_an_id_is_just_not_found(started: Store) -> None:
 
 def test_an_offset_or_limit_of_any_size_is_accepted(started: Store) -> None:
     assert started.list_runs("ann", 10**30, 10**30) == ([], 1)
-    assert started.list_sessions("ann", 10**30, 5) == []
+    assert started.list_session_ids("ann", 10**30, 5) == []
     assert len(started.list_runs("ann", 0, 10**30)[0]) == 1
     assert started.list_checkpoints("ann", None, 10**30, 0, 0.0) == ([], 0)
+
+
+def test_no_part_of_the_store_hides_a_method_of_another() -> None:
+    """Before: two parts had a `session_usage`, and a mend of one of them would have changed nothing."""
+    names = Counter(name for part in Store.__bases__ for name in vars(part) if not name.startswith("__"))
+    assert [name for name, times in names.items() if times > 1] == []

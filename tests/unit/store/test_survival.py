@@ -102,6 +102,22 @@ def test_another_program_may_write_the_same_database_between_our_calls(place: Pl
     assert ours.last_seq("s:train:0") == theirs.last_seq("s:train:0") == 20
 
 
+def test_a_second_opening_in_one_process_lets_no_other_process_damage_the_database(sqlite_place: Place) -> None:
+    """Closing any descriptor of a file drops all locks of the process on it. `tinkex serve` opens its store twice."""
+    store = sqlite_place.open()
+    store.add_run(run(), operation(0), b"create")
+    with Store.open(sqlite_place.url, sqlite_place.data_dir):
+        pass
+    writes = """import sys; from pathlib import Path; from tinkex.store.store import Store
+with Store.open(sys.argv[1], Path(sys.argv[2])) as store:
+    store.get_run("s:train:0")"""
+    subprocess.run([sys.executable, "-c", writes, sqlite_place.url, str(sqlite_place.data_dir)], check=True, cwd=ROOT)
+    log = Path(f"{sqlite_place.url.removeprefix('sqlite:///')}-wal")
+    assert log.exists(), "another process took itself for the only one, and deleted the log that this one writes"
+    store.add_operation(operation(1), b"1")
+
+
+@pytest.mark.slow
 def test_a_locked_sqlite_file_is_reported_and_the_call_can_be_retried(
     sqlite_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,3 +268,18 @@ def test_256_datums_of_2048_tokens_are_built_in_a_blink() -> None:
 
     # 25 ms where this was written; the limit leaves room for slow and busy machines, not for a loop per token.
     assert min(build() for _ in range(3)) < 0.1
+
+
+@pytest.mark.parametrize("spans", [True, 7, "text", {"a": 1}])
+def test_spans_that_are_no_list_are_rejected_by_name_not_a_500(spans: Any) -> None:
+    """Found by schemathesis: a JSON body with `"model_input_spans": true` was a TypeError in the service."""
+    body = {"model_input": {"chunks": []}, "loss_fn_inputs": {}, "model_input_spans": spans}
+    with pytest.raises(ValidationError, match="model_input_spans: expected a list of spans"):
+        Datum.model_validate(body)
+
+
+@pytest.mark.parametrize("data", ["ü", "a", "aGVs*"])
+def test_an_image_that_is_not_base64_is_rejected_by_name_not_a_500(data: str) -> None:
+    """Found by schemathesis: text outside ASCII is a plain ValueError in base64, not a binascii.Error."""
+    with pytest.raises(ValidationError, match=r"ImageChunk\.data"):
+        ModelInput.model_validate({"chunks": [{"type": "image", "data": data, "format": "png"}]})

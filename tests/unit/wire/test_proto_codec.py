@@ -395,6 +395,13 @@ def test_an_empty_top_k_matrix_means_that_none_was_asked_for() -> None:
     assert proto_codec.decode_sample_response(message.SerializeToString()).topk_prompt_logprobs is None
 
 
+def test_an_empty_record_more_than_datums_is_not_refused() -> None:
+    """Before: a service that ends its records with an empty one, as it may, lost a result that was paid for."""
+    full = pb.ArrayRecord(num_datums=2)
+    content = pb.ForwardBackwardOutput(loss_fn_outputs=[full, pb.ArrayRecord(), pb.ArrayRecord()]).SerializeToString()
+    assert proto_codec.decode_forward_backward_output(content, asked=2).loss_fn_outputs == [{}, {}]
+
+
 def test_sequences_get_the_ids_that_the_service_named_on_acceptance() -> None:
     content = pb.SampleResponse(sequences=[pb.SampledSequence(), pb.SampledSequence()]).SerializeToString()
     read = proto_codec.decode_sample_response(content, ["r:0", "r:1"])

@@ -8,6 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex.errors import APIResponseValidationError
+from tinkex.settings import Config
+from tinkex.settings.serve import ServeConfig
 from tinkex.wire import sse
 from tinkex.wire.sse import Event, SSEDecoder
 
@@ -51,6 +54,16 @@ def test_a_stream_cut_anywhere_gives_the_same_events(stream: tuple[bytes, list[E
 def test_a_stream_fed_byte_by_byte_gives_the_same_events(stream: tuple[bytes, list[Event]]) -> None:
     content, meaning = stream
     assert events_of(*(content[at : at + 1] for at in range(len(content)))) == meaning
+
+
+def test_the_last_event_of_the_largest_sample_that_a_server_allows_is_not_refused() -> None:
+    """Before: an event had at most 128 MiB, and the result of `max_sample_values` tokens has 218 MB."""
+    assert ServeConfig().max_sample_values * 26 < sse.MAX_EVENT_BYTES == Config().max_response_bytes
+
+
+def test_an_event_beyond_the_limit_names_the_setting() -> None:
+    with pytest.raises(APIResponseValidationError, match=r"1,000 bytes.*max_response_bytes"):
+        SSEDecoder(1000).feed(b"data: " + b"x" * 2000)
 
 
 @given(lines, st.text(st.characters(exclude_categories=["Cs"]), max_size=40))

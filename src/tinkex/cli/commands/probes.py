@@ -303,8 +303,8 @@ def models(connection: ServiceProbe) -> tuple[Finding, list[SupportedModel]]:
         response = connection.ask(endpoints.GET_SERVER_CAPABILITIES)
         if response.status >= 400:
             return Finding("models", "warn", f"unknown: HTTP {response.status}", "Check the key."), []
-        offered = json_codec.read(GetServerCapabilitiesResponse, json_codec.decode(response.content)).supported_models
-    except (TinkexError, ValueError) as error:
+        offered = json_codec.read_content(GetServerCapabilitiesResponse, response.content).supported_models
+    except TinkexError as error:
         return Finding("models", "warn", redact(str(error)), "Ask the operator of the service."), []
     if not offered:
         return Finding("models", "warn", "the service offers no models", "Ask the operator of the service."), []

@@ -12,8 +12,12 @@ from tinkex.terminal.format import size
 
 MORE = """\
 The copy is consistent even while the service is running: database, checkpoints and journal are
-copied as of one moment. To restore it, start `tinkex serve --data-dir FOLDER`. Back up a PostgreSQL
-database with its own tools."""
+copied as of one moment, for their owner only. To restore it, copy FOLDER and start `tinkex serve
+--data-dir COPY`: a service writes to the folder that it is started on. Keys that were revoked after
+the backup are live again in it. With --blobs, the files are fetched from the bucket, so that the
+copy is whole without it. A PostgreSQL database is backed up with its own tools, and a bucket that
+belongs to it too: the database first, the bucket after it, before the service deletes what the
+database names (or with versions of the bucket)."""
 
 
 def add(parser: CommandParser, about: str) -> None:
@@ -22,7 +26,7 @@ def add(parser: CommandParser, about: str) -> None:
         more=MORE, is_local=True,
     )  # fmt: skip
     command.add_argument("folder", metavar="FOLDER", help="where to write the copy; must not exist")
-    add_flags(command.add_argument_group("the service's data"), LOCATION)
+    add_flags(command.add_argument_group("the service's data"), (*LOCATION, "blobs"))
 
 
 def backup(args: argparse.Namespace) -> None:
@@ -37,4 +41,4 @@ def backup(args: argparse.Namespace) -> None:
         output.write_json({"folder": str(copy.folder), "things": copy.things, "size_bytes": copy.size_bytes})
     else:
         print(f"{copy.folder}: the database and {copy.things} files and folders, {size(copy.size_bytes)}.")
-        output.remark(f"To restore it: tinkex serve --data-dir {copy.folder}")
+        output.remark("To restore it, copy it (a service writes to its folder): tinkex serve --data-dir COPY")

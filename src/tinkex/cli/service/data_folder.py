@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import ConfigError
-from tinkex.settings import SERVE, ServeConfig, Setting, resolve_serve
+from tinkex.settings import SERVE, ServeConfig, Setting, bucket_access, resolve_serve
 
 if TYPE_CHECKING:
     from tinkex.store.store import Store
@@ -25,6 +25,10 @@ def add_flags(group: Any, names: Iterable[str]) -> None:
     rows = {setting.name: setting for setting in SERVE}
     for name in names:
         setting = rows[name]
+        about = f"{setting.about} ({setting.variable})".replace("%", "%%")
+        if setting.is_switch:
+            group.add_argument(setting.flag, dest=name, action="store_const", const=True, help=about)
+            continue
         group.add_argument(
             setting.flag,
             dest=name,
@@ -32,7 +36,7 @@ def add_flags(group: Any, names: Iterable[str]) -> None:
             # A flag that may be repeated has a name in the singular.
             action="append" if setting.word else "store",
             type=_reader(setting),
-            help=f"{setting.about} ({setting.variable})".replace("%", "%%"),
+            help=about,
         )
 
 
@@ -58,9 +62,11 @@ def new_store(config: ServeConfig) -> Store:
     from tinkex.local_service import needs_local
 
     needs_local(WORK)
+    from tinkex.store.blobs.bucket import Bucket
     from tinkex.store.store import Store
 
-    return Store.open(config.database_url, config.data_dir, durability=config.durability)
+    bucket = None if config.blobs is None else Bucket(config.blobs, bucket_access())
+    return Store.open(config.database_url, config.data_dir, durability=config.durability, bucket=bucket)
 
 
 def _reader(setting: Setting) -> Any:

@@ -22,6 +22,10 @@ refers to (a crash leaves some). While a server is running, only folders older t
 deleted: newer ones may be unfinished. Nothing that a client can still request is deleted."""
 
 
+MIN_BUCKET_AGE_S = 3600.0
+"""What is younger in a bucket may be waiting for its row."""
+
+
 class UnusedFolder(NamedTuple):
     folder: str
     why: str
@@ -37,16 +41,16 @@ class UnusedFolder(NamedTuple):
 def add(parser: CommandParser, about: str) -> None:
     command = parser.add_command("gc", gc, about, "tinkex gc --dry-run", "tinkex gc", more=MORE, is_local=True)
     command.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
-    add_flags(command.add_argument_group("the service's data"), (*LOCATION, "result_ttl_s"))
+    add_flags(command.add_argument_group("the service's data"), (*LOCATION, "blobs", "result_ttl_s"))
 
 
 def gc(args: argparse.Namespace) -> None:
     config = config_of(args)
     files = 0
     with open_store(config) as store:
-        from tinkex.store.lock import DataLock
+        from tinkex.store.lock import FileLock
 
-        lock = DataLock(config.data_dir)
+        lock = FileLock(config.data_dir)
         try:
             lock.acquire()
             is_alone = True
@@ -57,6 +61,11 @@ def gc(args: argparse.Namespace) -> None:
             if not args.dry_run:
                 _remove(store, config, unused)
                 files = store.sweep() if is_alone else 0
+            # Another server may write to the bucket, whatever runs here.
+            before = REAL.wall() - MIN_BUCKET_AGE_S
+            lost = store.remove_orphans(store.referenced(), before, is_dry_run=args.dry_run)
+            unused += [UnusedFolder(name, "nothing refers to it", nbytes) for name, nbytes in lost.folders.items()]
+            files += lost.files
         finally:
             lock.release()
     freed = sum(entry.size_bytes for entry in unused)
@@ -80,11 +89,10 @@ def _expired(store: Store) -> list[UnusedFolder]:
 
 
 def _unnamed(store: Store, config: ServeConfig, *, is_alone: bool) -> list[UnusedFolder]:
-    from tinkex.server.upkeep import folders
     from tinkex.server.upkeep.janitor import MIN_ORPHAN_AGE_S, SWEPT_FOLDERS, unreferenced_folders
 
     root = config.data_dir.resolve()
-    named = {folders.resolve_inside(root, folder) for folder in store.all_folders()}
+    named = {store.folders.resolve(folder) for folder in store.all_folders()}
     old = REAL.wall() - (0.0 if is_alone else MIN_ORPHAN_AGE_S)
     return [
         UnusedFolder(str(folder.relative_to(root)), "nothing refers to it", folder_size(folder))
@@ -93,10 +101,8 @@ def _unnamed(store: Store, config: ServeConfig, *, is_alone: bool) -> list[Unuse
 
 
 def _remove(store: Store, config: ServeConfig, unused: list[UnusedFolder]) -> None:
-    from tinkex.server.upkeep import folders
-
     for entry in unused:
         # The row first: a crash in between leaves a folder that nothing refers to, and the next run deletes it.
         if entry.path is None or store.delete_checkpoint(entry.path, expired_by=REAL.wall()) is not None:
-            folders.remove(config.data_dir, entry.folder)
+            store.folders.remove(entry.folder)
     store.expire_results(REAL.wall() - config.result_ttl_s)

@@ -45,7 +45,7 @@ def add(parser: CommandParser, about: str) -> None:
         "revoke", revoke, "revoke a key", "tinkex key revoke k-1f0c9a3b",
         more="A running server rejects the key within seconds. The work of its tenant stays.",
     )  # fmt: skip
-    revoker.add_argument("id", metavar="ID", help="id of the key, from `tinkex key list`")
+    revoker.add_argument("id", metavar="ID", help="id of the key (k-…), from `tinkex key list`")
     for command in (creator, lister, revoker):
         add_flags(command.add_argument_group("the service's data"), LOCATION)
 
@@ -53,12 +53,13 @@ def add(parser: CommandParser, about: str) -> None:
 def create(args: argparse.Namespace) -> None:
     import secrets
 
-    with new_store(config_of(args)) as store:
+    config = config_of(args)
+    with new_store(config) as store:
         # Imported here: new_store has checked that the database library is installed.
         from tinkex.store.keys import hash_key, hint, new_key
         from tinkex.store.records import KeyRecord
 
-        is_first = not store.list_keys()
+        others = store.list_keys()
         secret = new_key()
         key = KeyRecord(
             id=f"k-{secrets.token_hex(4)}",
@@ -74,18 +75,36 @@ def create(args: argparse.Namespace) -> None:
         return
     print(secret)
     output.remark(f"This key ({key.id}, tenant {key.tenant}) is shown only once: the service stores its hash.")
-    if is_first:
+    namesakes = [other.id for other in others if other.name == key.name and other.revoked_at is None]
+    if namesakes:
+        output.remark(
+            f"The name {key.name} has another live key already ({', '.join(namesakes)}): it works too, until you run "
+            "`tinkex key revoke ID`."
+        )
+    if not others and not config.api_keys:
         output.remark("It is the first key: from now on the service rejects clients without a key.")
 
 
 def list_keys(args: argparse.Namespace) -> None:
-    with open_store(config_of(args)) as store:
+    config = config_of(args)
+    with open_store(config) as store:
         keys = store.list_keys()
     if args.output == "json":
         output.write_json({"keys": [_shown(key) for key in keys]})
         return
+    configured = len(config.api_keys)
+    if configured:
+        output.remark(
+            f"Not listed: {configured} from the configuration (--api-key, --keys-file), which are not stored."
+        )
     if not keys:
-        output.remark("No keys: every client on this machine is accepted. `tinkex key create NAME` creates a key.")
+        # A service may have been started with flags that this command cannot see.
+        output.remark(
+            "No keys are stored. `tinkex key create NAME` creates one."
+            if configured
+            else "No keys are stored. Unless the service was started with --api-key or --keys-file, it accepts every "
+            "client on this machine. `tinkex key create NAME` creates a key."
+        )
         return
     now = utc_now()
     rows = []
@@ -98,8 +117,14 @@ def list_keys(args: argparse.Namespace) -> None:
 def revoke(args: argparse.Namespace) -> None:
     with open_store(config_of(args)) as store:
         revoked = store.revoke_key(args.id, REAL.wall())
+        keys = [] if revoked is not None else store.list_keys()
     if revoked is None:
-        raise ValidationError(f"No live key has the id {args.id!r}. `tinkex key list` shows all keys.")
+        for key in keys:
+            if args.id in (key.id, key.hint):
+                raise ValidationError(f"The key {key.id} ({key.name}) was revoked before.")
+        raise ValidationError(
+            f"No key has the id {args.id!r}. Ids look like k-1f0c9a3b; `tinkex key list` shows those of all keys."
+        )
     if args.output == "json":
         output.write_json(_shown(revoked))
     else:

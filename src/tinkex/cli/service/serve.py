@@ -6,21 +6,27 @@ import argparse
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tinkex.cli.parser import CommandParser
-from tinkex.cli.service.data_folder import add_flags, config_of, open_store
-from tinkex.settings import ServeConfig
+from tinkex.cli.service.data_folder import add_flags, config_of
+from tinkex.settings import LIMITS, ServeConfig
 from tinkex.terminal import output
 
 GROUPS = {
     "models and computation": ("base_models", "device", "dtype", "decode_weights", "threads", "cache_dir"),
     "network": ("host", "port", "public_url"),
     "access": ("api_keys", "keys_file"),
-    "storage": ("data_dir", "database_url", "durability", "snapshot_every_s", "result_ttl_s", "quota_gb"),
-    "limits": (
-        "max_batch_tokens", "max_rows", "max_cache_tokens", "max_queued_samples", "max_queued_operations",
-        "max_body_bytes", "poll_hold_s", "gap_s", "idle_session_s", "drain_s",
+    "storage": (
+        "data_dir", "database_url", "blobs", "blobs_cache_gb", "durability", "snapshot_every_s", "result_ttl_s",
     ),
+    "capacity and times": (
+        "max_batch_tokens", "max_rows", "max_cache_tokens", "poll_hold_s", "gap_s", "idle_session_s", "drain_s",
+    ),
+    # Not the secret itself: others can read command lines.
+    "cluster": ("node_url", "no_engine", "cluster_secret_file", "node_lease_s"),
+    "limits": tuple(limit.setting.name for limit in LIMITS),
     "logging": ("log_level",),
 }  # fmt: skip
 MORE = """\
@@ -49,7 +55,25 @@ def add(parser: CommandParser, about: str) -> None:
     command.add_argument("--private", metavar="FOLDER", help=argparse.SUPPRESS)
 
 
+class Terminated(SystemExit):
+    """SIGTERM came while the service started."""
+
+
 def serve(args: argparse.Namespace) -> int:
+    with _in_order_at_signals():
+        try:
+            return _serve(args)
+        except (Terminated, KeyboardInterrupt) as stopped:
+            is_ctrl_c = isinstance(stopped, KeyboardInterrupt)
+            if is_ctrl_c:
+                print("\ntinkex: stopped.", file=sys.stderr)
+            # Everything is released. Python would wait for threads that download a model, for hours with a large one.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(130 if is_ctrl_c else 0)
+
+
+def _serve(args: argparse.Namespace) -> int:
     if args.api_key:  # given before the command: `tinkex --api-key KEY serve`
         args.api_keys = [*(args.api_keys or ()), args.api_key]
     config = config_of(args)
@@ -63,9 +87,9 @@ def serve(args: argparse.Namespace) -> int:
 
     bar = ProgressBar()
 
-    def on_ready(url: str) -> None:
+    def on_ready(needs_key: bool, url: str) -> None:
         bar.close()
-        announce(config, url, as_json=args.output == "json")
+        announce(config, url, needs_key=needs_key, as_json=args.output == "json")
 
     try:
         with bar:
@@ -78,23 +102,23 @@ def serve(args: argparse.Namespace) -> int:
             shutil.rmtree(args.private, ignore_errors=True)
 
 
-def announce(config: ServeConfig, url: str, *, as_json: bool) -> None:
+def announce(config: ServeConfig, url: str, *, needs_key: bool, as_json: bool) -> None:
     """Print that the service is ready and how to use it. For programs: one line of JSON."""
+    models = () if config.no_engine else config.base_models
     if as_json:
         import json
 
-        ready = {"url": url, "models": config.base_models, "data_dir": str(config.data_dir), "pid": os.getpid()}
+        ready = {"url": url, "models": models, "data_dir": str(config.data_dir), "pid": os.getpid()}
         print(json.dumps(ready), flush=True)
         return
-    with open_store(config) as store:
-        needs_key = bool(config.api_keys) or store.has_keys()
     # An address that a client on this machine can use: 0.0.0.0 and :: are for listening only.
     near = url.replace("://0.0.0.0", "://127.0.0.1").replace("://[::]", "://[::1]")
+    what = f"serves {', '.join(models)}" if models else "hands requests to the nodes of its cluster"
     key = "tml-…" if needs_key else "tml-local"
     about_key = "one of your keys" if needs_key else "any key that starts with tml-"
     print(
         f"""
-tinkex serves {", ".join(config.base_models)}
+tinkex {what}
   at       {url}
   console  {near}/    (`tinkex console` opens it)
   data     {config.data_dir}
@@ -117,6 +141,32 @@ def _set_up_logging(config: ServeConfig, args: argparse.Namespace) -> None:
     # Our own loggers at the chosen level, other libraries only from WARNING.
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("tinkex").setLevel(level.upper())
+
+
+@contextmanager
+def _in_order_at_signals() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end a service that is still starting, locks released. Its loop replaces this."""
+    import signal
+
+    def terminate(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one does not wait
+        raise Terminated(0)
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    former_int, former_term = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, terminate)
+    if former_int is signal.default_int_handler:  # a shell ignores it for what a script runs in the background
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former_term)
+        signal.signal(signal.SIGINT, former_int)
 
 
 def _stop_when_stdin_closes() -> threading.Event:

@@ -2,6 +2,7 @@
 
     send               one exchange, whole or streamed: headers, credential, statistics, events
     attempts           Attempts: the one loop that repeats a failed request; call: an ordinary call
+    decode             reads a response, a large one in a worker thread
     retry              when to try again (pure)
     limits             Gate, Limiter: how much may be in flight
     handshake          ready: dialect, limits and tokens of a service

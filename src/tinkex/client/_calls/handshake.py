@@ -8,11 +8,12 @@ from typing import Any
 
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.client._calls.attempts import call
+from tinkex.client._calls.decode import read_object, read_value
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIError, AuthenticationError, NotFoundError, TinkexError
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
-from tinkex.wire import endpoints, json_codec, requests
+from tinkex.wire import endpoints, requests
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Pool
 
@@ -39,7 +40,7 @@ async def _shake_hands(link: ServiceLink) -> None:
         link.limiter.samples.count = _max_samples(link)
         link.dialect = Dialect.JSON  # a service from before 0.18: JSON only, default limits
         return
-    link.server = json_codec.read_content(ClientConfigResponse, response.content)
+    link.server = await read_value(ClientConfigResponse, response.content)
     link.limiter.dispatch.limit_bytes = link.server.sample_dispatch_bytes_semaphore_size
     link.limiter.samples.count = _max_samples(link)
     link.limiter.results.limit_bytes = link.server.inflight_response_bytes_semaphore_size
@@ -47,7 +48,7 @@ async def _shake_hands(link: ServiceLink) -> None:
         await link.auth.start(lambda: _fetch_token(link), link.loop, link.clock)
     try:
         response = await call(link, endpoints.CLIENT_DYNAMIC_CONFIG, body, operation=operation, max_attempts=1)
-        link.dynamic = json_codec.read_content(ClientDynamicConfigResponse, response.content)
+        link.dynamic = await read_value(ClientDynamicConfigResponse, response.content)
     except APIError:
         pass  # optional by design: its defaults switch everything off
     import tinkex.wire.proto_codec  # heavy: now, not on the first result in the middle of a burst
@@ -59,8 +60,8 @@ async def _shake_hands(link: ServiceLink) -> None:
 async def _fetch_token(link: ServiceLink) -> str:
     operation = Operation("auth_token", link.clock.now())
     response = await call(link, endpoints.AUTH_TOKEN, requests.auth_token(), operation=operation, max_attempts=3)
-    token = json_codec.decode_answer(response.content).get("jwt")
-    if not isinstance(token, str) or not token:
+    token = (await read_object(response.content)).get("jwt")
+    if not isinstance(token, str) or not token or not (token.isascii() and token.isprintable()):
         raise AuthenticationError("The service asked for token sign-in but gave no token. Check the API key.")
     return token
 

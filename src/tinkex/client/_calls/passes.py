@@ -46,7 +46,7 @@ class TrainingPass:
         for chunk in self._chunks:
             try:
                 size_hint = sum(map(chunks.estimate, chunk))
-                self._accepted.append(await send(self._endpoint, self._encoder(chunk), size_hint))
+                self._accepted.append(await send(self._endpoint, self._encoder(chunk), size_hint, len(chunk)))
             except Exception as error:
                 raise self._with_remedy(error, len(self._accepted)) from error.__cause__
 

@@ -6,6 +6,7 @@ A pending response is no failure: the loop here asks again. A response that says
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import tinkex.types
 from tinkex import events
 from tinkex.client._calls.attempts import Attempts
+from tinkex.client._calls.decode import INLINE_BYTES, decoded
 from tinkex.client._calls.retry import QUICK_S, fault_delay, pending_delay
 from tinkex.client._calls.send import response_error, send
+from tinkex.client._http.transport import Headers
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIError, APIStatusError, DeadlineExceeded, RequestFailedError, ResultExpired
@@ -33,14 +36,20 @@ BINARY = frozenset({"SampleResponse", "ForwardBackwardOutput"})
 
 
 async def poll(
-    link: ServiceLink, operation: Operation, endpoint: Endpoint, request_id: str, sequence_ids: Sequence[str] = ()
+    link: ServiceLink,
+    operation: Operation,
+    endpoint: Endpoint,
+    request_id: str,
+    sequence_ids: Sequence[str] = (),
+    asked: int | None = None,
 ) -> Any:
     """Wait for the result of an accepted request. Raises what the service says, or why waiting makes no sense.
 
     `sequence_ids` are those that the service announced when it accepted a sample: its result does not repeat them.
+    `asked` is how many datums or samples the request had, if any: no result has more.
     """
     clock = link.clock
-    polls = PollAttempts(link, operation, endpoint, request_id, sequence_ids)
+    polls = PollAttempts(link, operation, endpoint, request_id, sequence_ids, asked)
     last_pending_at = polls.accepted_at
     quick = reserved = 0
     try:
@@ -75,8 +84,8 @@ class PollAttempts(Attempts):
     """Asks for one result. Failures never use up a count: only silence of `unreachable_s` ends the waiting."""
 
     __slots__ = (
-        "_dialect", "_endpoint", "_headers", "_iteration", "_request_id", "_result_type", "_retrieve", "_sequence_ids",
-        "accepted_at", "has_size", "sent_at",
+        "_asked", "_dialect", "_endpoint", "_headers", "_iteration", "_request_id", "_result_type", "_retrieve",
+        "_sequence_ids", "accepted_at", "has_size", "sent_at",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +95,7 @@ class PollAttempts(Attempts):
         endpoint: Endpoint,
         request_id: str,
         sequence_ids: Sequence[str],
+        asked: int | None,
     ) -> None:
         super().__init__(link, operation, RETRIEVE_FUTURE.name)
         self.accepted_at = self.sent_at = operation.last_response_at = self.started_at
@@ -94,6 +104,7 @@ class PollAttempts(Attempts):
         self._endpoint = endpoint
         self._request_id = request_id
         self._sequence_ids = sequence_ids
+        self._asked = asked
         self._result_type = getattr(tinkex.types, endpoint.answer)
         self._retrieve = RETRIEVE_SAMPLE if endpoint is ASAMPLE else RETRIEVE_FUTURE
         self._dialect = link.dialect or Dialect.JSON
@@ -114,13 +125,14 @@ class PollAttempts(Attempts):
         response = await send(self.link, self._retrieve, body, headers=self._headers, timeout_s=POLL_TIMEOUT_S)
         if response.status not in (200, 408):
             raise response_error(self.link, response, RETRIEVE_FUTURE)
+        status, headers, content = response
+        if len(content) <= INLINE_BYTES:
+            return self._read(status, headers, content)
+        return await decoded(functools.partial(self._read, status, headers, content), len(content))
+
+    def _read(self, status: int, headers: Headers, content: bytes) -> envelope.Envelope:
         return envelope.read(
-            response.status,
-            response.headers,
-            response.content,
-            self._result_type,
-            self._request_id,
-            self._sequence_ids,
+            status, headers, content, self._result_type, self._request_id, self._sequence_ids, self._asked
         )
 
     def delay_after(self, error: APIError, attempt: int) -> float:
@@ -135,7 +147,10 @@ class PollAttempts(Attempts):
             raise error
         operation, config = self.operation, self.link.config
         operation.last_error = f"{type(error).__name__}: {error}"
-        silent_s = self.link.clock.now() - operation.last_response_at
+        now = self.link.clock.now()
+        if status == 429:  # the service is there, and has too much to do: that is no silence
+            operation.last_response_at = now
+        silent_s = now - operation.last_response_at
         _emit(operation, self._request_id, "error")
         if silent_s >= config.unreachable_s:
             raise DeadlineExceeded(

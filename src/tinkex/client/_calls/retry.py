@@ -1,4 +1,5 @@
-"""Decides when to try again: the one retry curve, what a Retry-After header asks for, the pause between two polls.
+"""Decides when to try again: the one retry curve, what a Retry-After header asks for, the pauses of a request that the
+service puts off, the pause between two polls.
 
 Pure: time, randomness and counters are handed in, so every rule is tested without waiting. `errors` decides *whether*
 a response may be retried; this module decides *when*, and when to stop.
@@ -15,6 +16,8 @@ from typing import Final, NamedTuple
 Rng = Callable[[], float]
 """Gives a number in [0, 1), as `random.random` does."""
 
+LONGEST_S: Final = 10.0
+"""Up to here a pause grows. A longer one is the service's own wish."""
 QUICK_S: Final = 0.5
 """A pending response that came sooner than this was not held open by the service: it was not a long poll."""
 
@@ -46,7 +49,18 @@ def fault_delay(attempt: int, hint_s: float | None = None, rng: Rng = random.ran
     if hint_s is not None:
         return hint_s
     # Past 16 doublings the cap always wins, and floats stay far from overflow.
-    return min(0.5 * 2.0 ** min(attempt, 16), 10.0) * (1.0 - 0.25 * rng())
+    return min(0.5 * 2.0 ** min(attempt, 16), LONGEST_S) * (1.0 - 0.25 * rng())
+
+
+def put_off_delay(times: int, hint_s: float, most_s: float, rng: Rng = random.random) -> float:
+    """Seconds before a request is sent again that the service has put off so many times in a row (from 1).
+
+    What the service asks for, doubled each time up to LONGEST_S, and up to a quarter more: many clients that were put
+    off together must not come back together, and none of them sooner than it was asked to. Never more than `most_s`,
+    whatever the service asks for: then it is asked again. Never gives up: the operation's deadline does.
+    """
+    pause_s = max(hint_s, min(hint_s * 2.0 ** min(times - 1, 16), LONGEST_S))
+    return min(pause_s * (1.0 + 0.25 * rng()), most_s)
 
 
 def pending_delay(quick: int) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tinkex.client._calls.attempts import Attempts
+from tinkex.client._calls.attempts import QueuedAttempts
+from tinkex.client._calls.decode import read_accepted
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.poll import poll
 from tinkex.client._calls.sampling_session import SamplingSession
@@ -18,7 +19,7 @@ from tinkex.errors import APIError, APIStatusError, DeadlineExceeded, RequestFai
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleResponse, SamplingParams
 from tinkex.types.tensor import TensorData
-from tinkex.wire import endpoints, envelope, requests
+from tinkex.wire import endpoints, requests
 from tinkex.wire.body import Body
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import ASAMPLE
@@ -73,14 +74,15 @@ async def run_sample(
         for resubmissions in range(RESUBMISSIONS + 1):
             body = sample.body(sampling.sampling_session_id, operation.seq_id, dialect)
             attempts = SampleAttempts(link, operation, ASAMPLE.name, body)
-            accepted = envelope.read_accepted((await attempts.run(attempts.submit_once)).content)
+            accepted = await read_accepted((await attempts.run(attempts.submit_once)).content)
             attempts.note_accepted()
             operation.request_id = accepted.request_id
             if link.server.sample_use_retrieve_futures:
                 await sampling.batch(link).wait_until_ready(accepted.request_id)
             try:
+                sequence_ids = accepted.sample_sequence_ids or ()
                 return await poll(  # type: ignore[no-any-return]
-                    link, operation, ASAMPLE, accepted.request_id, accepted.sample_sequence_ids or ()
+                    link, operation, ASAMPLE, accepted.request_id, sequence_ids, sample.num_samples
                 )
             except (ResultExpired, RequestFailedError) as error:
                 if resubmissions == RESUBMISSIONS or not error.retryable:
@@ -93,21 +95,20 @@ async def run_sample(
     raise AssertionError("unreachable")
 
 
-class SampleAttempts(Attempts):
+class SampleAttempts(QueuedAttempts):
     """Submits one sample: the same bytes, the same seq_id, the same idempotency key in every attempt.
 
     A 429 closes the shared gate, which holds every sampler's next attempt back; other failures follow the curve.
     """
 
-    __slots__ = ("_faults", "_faulty_since", "_size_bytes", "body", "key")
+    __slots__ = ("_size_bytes", "body", "key")
 
     def __init__(self, link: ServiceLink, operation: Operation, name: str, body: Body) -> None:
         super().__init__(link, operation, name)
         self.body = body
         self.key = link.idempotency_key()
         self._size_bytes = len(body.content)
-        self._faults = 0
-        self._faulty_since: float | None = None
+        self._faulty_since = None  # the gate may have held it for long
 
     async def submit_once(self, attempt: int) -> HTTPResponse:
         """Send the sample when the gate admits it."""
@@ -139,10 +140,7 @@ class SampleAttempts(Attempts):
         if isinstance(error, APIStatusError) and error.status_code == 429:
             self._back_off(error, attempt)
             return 0.0
-        if self._faulty_since is None:  # waiting out rate limits is no fault
-            self._faulty_since = self.link.clock.now()
-        self._faults += 1
-        return self.curve_delay(error, attempt, self._faults, self._faulty_since)
+        return self.fault_pause(error, attempt)
 
     def _back_off(self, error: APIStatusError, attempt: int) -> None:
         """Slow all samplers down. Fails only if the service has taken no sample at all for `unreachable_s`."""

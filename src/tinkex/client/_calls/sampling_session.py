@@ -9,13 +9,14 @@ import random
 from collections import deque
 
 from tinkex.client._calls.attempts import Attempts, call
+from tinkex.client._calls.decode import read_value
 from tinkex.client._calls.retry import QUICK_S, fault_delay, pending_delay
 from tinkex.client._calls.send import send
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIError, NotFoundError, TinkexError
 from tinkex.types import FuturesRetrieveResponse, JoinSamplingSessionRequest, JoinSamplingSessionResponse
-from tinkex.wire import endpoints, json_codec, requests
+from tinkex.wire import endpoints, requests
 from tinkex.wire.dialect import Dialect
 
 SEQ_BLOCK = 1_000_000_000
@@ -61,7 +62,7 @@ class SamplingSession:
                 request = JoinSamplingSessionRequest(sampling_session_id=self.sampling_session_id)
                 body = requests.request(request, Dialect.PROTO)
                 response = await call(link, endpoints.JOIN_SAMPLING_SESSION, body, operation=operation)
-                return json_codec.read_content(JoinSamplingSessionResponse, response.content).client_counter
+                return (await read_value(JoinSamplingSessionResponse, response.content)).client_counter
             except NotFoundError:
                 pass
         # Drawn where it cannot be asked for. Wide enough that siblings do not meet, and all numbers fit 64 bits.
@@ -146,7 +147,7 @@ class PollBatch:
             response = await send(
                 self._link, endpoints.RETRIEVE_FUTURES, body, attempt=attempt, timeout_s=POLL_TIMEOUT_S, raises=True
             )
-            return json_codec.read_content(FuturesRetrieveResponse, response.content)
+            return await read_value(FuturesRetrieveResponse, response.content)
         except APIError:
             self._fetched.extend(fetched)
             raise

@@ -16,12 +16,14 @@ from tinkex import events
 from tinkex.client._http.transport import HTTPResponse, StreamedResponse
 from tinkex.client._runtime import tracing
 from tinkex.client._runtime.link import ServiceLink
-from tinkex.errors import APIConnectionError, APIStatusError, Response, status_error
+from tinkex.errors import APIError, APIResponseValidationError, APIStatusError, Response, status_error
 from tinkex.wire import json_codec, sse
 from tinkex.wire.body import Body
 from tinkex.wire.endpoints import AUTH_TOKEN, Endpoint, Pool
 
 log = logging.getLogger("tinkex.http")
+SHOWN_ERROR_BYTES = 1 << 18
+"""Of the body of an error response: what is longer is shown by its beginning."""
 DOWNLOAD = Endpoint("download", "GET", "", Pool.TRAIN)
 """A file at a signed address, which may be on another host: neither the key nor our headers are sent there."""
 Sent = TypeVar("Sent", HTTPResponse, StreamedResponse)
@@ -77,10 +79,16 @@ async def open_events(
     return response
 
 
-async def read_events(response: StreamedResponse) -> AsyncIterator[sse.Event]:
-    """Yield the server-sent events of a response as they arrive."""
-    decoder = sse.SSEDecoder()
+async def read_events(link: ServiceLink, response: StreamedResponse) -> AsyncIterator[sse.Event]:
+    """Yield the server-sent events of a response as they arrive. All together have a limit, `max_response_bytes`."""
+    limit_bytes = link.config.max_response_bytes
+    decoder = sse.SSEDecoder(limit_bytes)
     async for data in response.chunks():
+        if response.received_bytes > limit_bytes:
+            raise APIResponseValidationError(
+                message=f"The service's stream has more than {limit_bytes:,} bytes. If it is right to send so much, "
+                "raise max_response_bytes."
+            )
         for event in decoder.feed(data):
             yield event
 
@@ -157,7 +165,7 @@ class OutgoingRequest:
                 if isinstance(response, StreamedResponse):
                     response.close()
                 response = await transmit(endpoint.pool, endpoint.method, url, headers, self.content, timeout_s)
-        except APIConnectionError as error:
+        except APIError as error:
             self.report(0, 0, str(error))
             raise
         if response.status < 500:
@@ -191,6 +199,8 @@ class OutgoingRequest:
 def response_error(link: ServiceLink, response: HTTPResponse, endpoint: Endpoint) -> APIStatusError:
     """Return the typed error of a response. It holds neither request headers nor a key that the service repeats."""
     content = response.content
+    if is_long := len(content) > SHOWN_ERROR_BYTES:
+        content = content[:SHOWN_ERROR_BYTES]
     config = link.config
     for secret in {config.api_key, link.auth.header, config.cf_client_secret or ""} - {""}:
         content = content.replace(secret.encode(), b"***")
@@ -198,7 +208,9 @@ def response_error(link: ServiceLink, response: HTTPResponse, endpoint: Endpoint
     body: object = None
     if content:
         try:
-            body = json_codec.decode(content)
+            if is_long:
+                raise ValueError("too long to be shown")
+            body = json_codec.decode_bounded(content)
         except ValueError:
             body = content[:500].decode("utf-8", "replace")
             if "html" in content_type:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tinkex.client._calls.attempts import call
+from tinkex.client._calls.decode import read_accepted
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.poll import poll
 from tinkex.client._http.transport import HTTPResponse
 from tinkex.client._runtime.link import ServiceLink
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIStatusError
-from tinkex.wire import endpoints, envelope
+from tinkex.wire import endpoints
 from tinkex.wire.body import PROTOBUF, Body, compress
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
@@ -28,9 +29,18 @@ Collect = Callable[[], Coroutine[Any, Any, Any]]
 
 
 async def submit(
-    link: ServiceLink, operation: Operation, endpoint: Endpoint, seq_id: int, encode: Encode, size_hint: int = 0
+    link: ServiceLink,
+    operation: Operation,
+    endpoint: Endpoint,
+    seq_id: int,
+    encode: Encode,
+    size_hint: int = 0,
+    datums: int | None = None,
 ) -> Collect:
-    """Send one request until it is accepted; return the function that waits for its result."""
+    """Send one request until it is accepted; return the function that waits for its result.
+
+    `datums` is how many the request has, if it is a pass: its result has no more outputs.
+    """
     dialect = await ready(link)
     operation.state = "submitting"
     body = await _encoded(link, encode, seq_id, dialect, size_hint)
@@ -47,11 +57,11 @@ async def submit(
         except APIStatusError:
             raise rejection from None  # rejected in both dialects: report the first rejection
         link.dialect = Dialect.JSON
-    accepted = envelope.read_accepted(response.content)
+    accepted = await read_accepted(response.content)
     operation.state = "accepted"
     operation.accepted_at = link.clock.now()
     operation.request_id = accepted.request_id
-    return functools.partial(poll, link, operation, endpoint, accepted.request_id)
+    return functools.partial(poll, link, operation, endpoint, accepted.request_id, asked=datums)
 
 
 async def _sent(
@@ -59,7 +69,7 @@ async def _sent(
 ) -> HTTPResponse:
     if dialect is Dialect.PROTO and endpoint is endpoints.FORWARD:
         endpoint = endpoints.FORWARD_BACKWARD  # the newer dialect says "forward only" inside the body
-    return await call(link, endpoint, body, operation=operation)
+    return await call(link, endpoint, body, operation=operation, is_queued=True)
 
 
 async def _encoded(link: ServiceLink, encode: Encode, seq_id: int, dialect: Dialect, size_hint: int) -> Body:

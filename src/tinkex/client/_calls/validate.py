@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from tinkex.client._calls.sample_call import SampleCall
 from tinkex.errors import ContextOverflow
-from tinkex.rules import limits, losses
-from tinkex.rules.limits import check_name as check_name
-from tinkex.rules.limits import check_ttl as check_ttl
-from tinkex.rules.limits import reject
+from tinkex.rules import losses, ranges
+from tinkex.rules.checkpoint_names import check_name as check_name
+from tinkex.rules.checkpoint_names import check_ttl as check_ttl
+from tinkex.rules.ranges import reject
 from tinkex.types.coerce import describe
 from tinkex.types.inputs import Datum, DmelChunk, EncodedTextChunk, ModelInput
 from tinkex.types.sampling import SamplingParams
@@ -90,7 +90,7 @@ def check_sampling(sample: SampleCall, max_context_length: int | None = None) ->
         params = SamplingParams(**params)
         sample = sample._replace(params=params)
     tokens = input_length(prompt)
-    limits.check_sample(
+    ranges.check_sample(
         tokens,
         sample.num_samples,
         params,
@@ -101,7 +101,7 @@ def check_sampling(sample: SampleCall, max_context_length: int | None = None) ->
         prompt_alt_tokens_k=sample.prompt_alt_tokens_k,
         prompt_logprobs_last_n=sample.prompt_logprobs_last_n,
     )
-    limits.check_seed(params.seed)
+    ranges.check_seed(params.seed)
     if max_context_length is not None and tokens is not None:
         wanted = params.max_tokens if params.max_tokens is not None else 1
         if tokens + wanted > max_context_length:
@@ -112,7 +112,7 @@ def check_sampling(sample: SampleCall, max_context_length: int | None = None) ->
 def check_lora(config: LoraConfig) -> None:
     """Reject an adapter that no model could have."""
     parts = {name: getattr(config, name) for name in ("train_attn", "train_mlp", "train_unembed")}
-    limits.check_lora(config.rank, **parts)
+    ranges.check_lora(config.rank, **parts)
 
 
 def check_sampler_path(path: str) -> None:
@@ -160,8 +160,8 @@ def check_adam(params: OptimParams | Mapping[str, Any]) -> OptimParams:
     if not isinstance(params, OptimParams):
         _reject("optim_params", f"must be AdamParams, got {_kind(params)}. Use AdamParams(learning_rate=...).")
     if isinstance(params, (AdamParams, DimuonParams)):
-        settings = {name: getattr(params, name, None) for name in limits.ADAMW}
-        limits.check_adamw(settings, type(params).__name__)
+        settings = {name: getattr(params, name, None) for name in ranges.ADAMW}
+        ranges.check_adamw(settings, type(params).__name__)
     return params
 
 

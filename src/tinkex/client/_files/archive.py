@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,13 @@ FREE_BYTES: Final = 64 << 20
 def unpack(archive: Path, folder: Path) -> list[Path]:
     """Write the files of a tar archive (plain or gzip) below `folder`; return their paths. Checks all names first."""
     try:
+        targets, size_bytes = [], 0
         with _opened(archive) as entries:
-            targets = [safe_path(folder, member.name) for member in entries if member.is_file]
+            for member in entries:
+                size_bytes += member.size
+                if member.is_file:
+                    targets.append(safe_path(folder, member.name))
+        _check_room(archive, folder, size_bytes)
         with _opened(archive) as entries:
             for member, target in zip((member for member in entries if member.is_file), targets, strict=True):
                 _write(member, target)
@@ -42,6 +48,15 @@ def _opened(archive: Path) -> Iterator[Iterator[Member]]:
         max_bytes = max(archive.stat().st_size * MAX_RATIO, FREE_BYTES)
         content = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_gzip else file
         yield members(content, MAX_MEMBERS, max_bytes)
+
+
+def _check_room(archive: Path, folder: Path, size_bytes: int) -> None:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if size_bytes > free_bytes:
+        raise TinkexError(
+            f"{archive} cannot be unpacked: its files have {size_bytes:,} bytes, and the disk has {free_bytes:,} free."
+        )
 
 
 def safe_path(folder: Path, name: str) -> Path:

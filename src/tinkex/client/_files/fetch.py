@@ -25,6 +25,9 @@ from tinkex.client._runtime.loop import in_thread
 from tinkex.client._runtime.operation import Operation
 from tinkex.errors import APIConnectionError, APIError, Response, TinkexError, status_error
 
+UNANNOUNCED_BYTES = 64 << 30
+"""Of a file whose size the service does not say: no adapter has as much, and an endless one must not fill the disk."""
+
 
 class DownloadProgress(NamedTuple):
     """How much of a file has been fetched. `total_bytes` is None when the service does not say."""
@@ -158,7 +161,10 @@ class DownloadAttempts(Attempts):
             if response.status not in (301, 302, 303, 307, 308):
                 return response
             response.close()
-            target = urljoin(url, response.headers.get("location") or "")
+            try:
+                target = urljoin(url, response.headers.get("location") or "")
+            except ValueError:
+                raise APIError(f"{self.part.name}: the download was redirected to what is no address.") from None
             if url.startswith("https:") and not target.startswith("https:"):
                 raise APIError(f"{self.part.name}: the download was redirected to an address without encryption.")
             url = target
@@ -182,7 +188,7 @@ class DownloadAttempts(Attempts):
         total = span.total
         if response.status == 200:
             length = response.headers.get("content-length") or ""
-            offset, total = 0, int(length) if length.isdigit() else None
+            offset, total = 0, int(length) if re.fullmatch("[0-9]{1,18}", length) else None
             with _disk(part.path):
                 part.begin(response.headers, bool(self._sha256 or announced))
         offset = await self._append(response, offset, total)
@@ -198,7 +204,10 @@ class DownloadAttempts(Attempts):
         with file:
             if progress is not None:
                 progress(DownloadProgress(part.name, offset, total))
+            limit = UNANNOUNCED_BYTES if total is None else total
             async for chunk in response.chunks():
+                if offset + len(chunk) > limit:
+                    raise APIError(f"{part.name}: the service sends more than the {limit:,} bytes of this file.")
                 with _disk(part.path):
                     file.write(chunk)
                     file.flush()  # what is counted is on the disk; closing has nothing left to fail on
@@ -225,7 +234,7 @@ class _Span(NamedTuple):
 
 
 def _span(headers: Headers) -> _Span:
-    match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("content-range") or "")
+    match = re.fullmatch(r"bytes (?:([0-9]{1,18})-[0-9]{1,18}|\*)/([0-9]{1,18}|\*)", headers.get("content-range") or "")
     if match is None:
         return _Span(None, None)
     return _Span(int(match[1]) if match[1] else None, int(match[2]) if match[2] != "*" else None)

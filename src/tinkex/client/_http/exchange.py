@@ -10,9 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from tinkex.errors import ValidationError
+from tinkex.wire.body import MAX_BYTES
 
 STREAM_BUFFER = 1 << 20
 """Bytes buffered for a slow reader of a stream; beyond that the socket waits, and with it the service."""
+HEAD_BYTES = 1 << 18
+"""Of a response's headers, or of anything else in it that is no body. Servers themselves allow 8 to 64 KiB."""
+MAX_HEADERS = 256
+ERROR_BYTES = 1 << 24
+"""Of the body of an error: larger than any page of a proxy."""
+PIECE_BYTES = 64
+"""What a piece of a body costs beside its bytes: a body in pieces of two bytes takes twenty times its size."""
 
 
 _BAD_HEADER = re.compile(r"[^\t\x20-\xff]")
@@ -50,16 +58,22 @@ class ReadTimeout(Exception):
     """For too long, no byte came and none went."""
 
 
+class ResponseTooLarge(Exception):
+    """The response is larger than this client takes. Its connection is closed: asking again would not help."""
+
+
 class Exchange:
     """Filled by a connection, in order: `begin`, `feed` …, `end`; with an error it may `end` at any time."""
 
     __slots__ = (
         "_is_ended", "_news", "_pieces", "_resume", "abandon", "begun", "buffered", "ended", "error", "headers",
-        "is_streamed", "last_activity", "release", "status", "timer",
+        "is_streamed", "last_activity", "limit_bytes", "release", "status", "timer",
     )  # fmt: skip
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, is_streamed: bool) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, is_streamed: bool, limit_bytes: int = MAX_BYTES) -> None:
         self.is_streamed = is_streamed
+        self.limit_bytes = limit_bytes
+        """Of the body, unless its reader takes it piece by piece."""
         self.ended: asyncio.Future[None] = loop.create_future()
         self.begun: asyncio.Future[None] | None = loop.create_future() if is_streamed else None
         self.status = 0
@@ -84,15 +98,29 @@ class Exchange:
         return self.status != 0
 
     def begin(self, status: int, headers: dict[str, str], resume: Callable[[], None]) -> None:
+        """Take status and headers. Raises ResponseTooLarge if the body that they announce is."""
+        if not self.is_streamed:
+            if status >= 400:
+                self.limit_bytes = min(self.limit_bytes, ERROR_BYTES)
+            length = headers.get("content-length", "")
+            if len(length) > 6 and length.isdecimal() and (len(length) > 15 or int(length) > self.limit_bytes):
+                raise self._too_large(f"{length[:20]} bytes")
         self.status, self.headers, self._resume = status, headers, resume
         if self.begun is not None and not self.begun.done():
             self.begun.set_result(None)
 
     def feed(self, data: bytes) -> bool:
-        """Take a piece of the body; False asks the connection to read no further until `resume` is called."""
-        self._pieces.append(data)
+        """Take a piece of the body; False asks the connection to read no further until `resume` is called.
+
+        Raises ResponseTooLarge where the whole body is to be taken and is more than the limit.
+        """
         if self._news is None:
+            self.buffered += len(data) + PIECE_BYTES
+            if self.buffered > self.limit_bytes:
+                raise self._too_large("a body that goes on")
+            self._pieces.append(data)
             return True
+        self._pieces.append(data)
         self.buffered += len(data)
         self._news.set()
         return self.buffered < STREAM_BUFFER
@@ -113,9 +141,17 @@ class Exchange:
             self._news.set()
         self.release()
 
+    def _too_large(self, what: str) -> ResponseTooLarge:
+        self._pieces.clear()
+        return ResponseTooLarge(f"it has {what}, and the limit is {self.limit_bytes:,} bytes")
+
     def content(self) -> bytes:
         """The whole body, once ended."""
-        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        if len(self._pieces) != 1:
+            whole = b"".join(self._pieces)
+            self._pieces.clear()  # or a large body would be in memory twice
+            self._pieces.append(whole)
+        return self._pieces[0]
 
     async def next_piece(self) -> bytes:
         """Take the next piece of the body as it arrives; b"" at its end."""

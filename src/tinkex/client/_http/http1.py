@@ -7,7 +7,15 @@ from typing import Any
 
 import httptools
 
-from tinkex.client._http.exchange import Connection, ConnectionLost, Exchange, HTTPRequest
+from tinkex.client._http.exchange import (
+    HEAD_BYTES,
+    MAX_HEADERS,
+    Connection,
+    ConnectionLost,
+    Exchange,
+    HTTPRequest,
+    ResponseTooLarge,
+)
 
 
 class Http1(Connection):
@@ -22,6 +30,9 @@ class Http1(Connection):
         self._parser: Any = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
         self._headers: dict[str, str] = {}
+        self._header_count = 0
+        self._bodiless_bytes = 0
+        """Bytes since the request, or since the last that were of a body: headers, interim responses, trailers."""
         self._status = 0
         self._is_paused = False
 
@@ -31,6 +42,7 @@ class Http1(Connection):
         request.check()
         head = self._head(request)
         self._exchange = exchange
+        self._bodiless_bytes = 0
         self.last_activity = self._loop.time()
         if len(request.content) < 1 << 16:
             self._transport.write(head + request.content)
@@ -66,10 +78,14 @@ class Http1(Connection):
             self.close()  # a response without a request
             return
         self._exchange.last_activity = self.last_activity
+        self._bodiless_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(ConnectionLost(f"the response is not HTTP: {error}"))
+        if self._bodiless_bytes > HEAD_BYTES and self._exchange is not None:
+            # The parser has no limit of its own: it would gather an endless header in memory.
+            self._fail(ResponseTooLarge(f"its headers have more than {HEAD_BYTES:,} bytes"))
 
     def eof_received(self) -> None:
         exchange = self._exchange
@@ -90,7 +106,7 @@ class Http1(Connection):
             begun = "in the middle of its response" if self._exchange.has_begun else "before it responded"
             self._fail(ConnectionLost(f"connection lost {begun} ({reason})"))
 
-    def _fail(self, error: ConnectionLost) -> None:
+    def _fail(self, error: ConnectionLost | ResponseTooLarge) -> None:
         exchange, self._exchange = self._exchange, None
         self.close()
         if exchange is not None:
@@ -100,10 +116,15 @@ class Http1(Connection):
 
     def on_message_begin(self) -> None:
         self._headers = {}
+        self._header_count = 0
         if self._exchange is None:
             self.close()  # more than the response: the surplus could be taken for the next one
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_count += 1
+        if self._header_count > MAX_HEADERS:
+            self._fail(ResponseTooLarge(f"it has more than {MAX_HEADERS} headers"))
+            return
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
         known = self._headers.get(key)
         self._headers[key] = text if known is None else f"{known}, {text}"
@@ -111,10 +132,21 @@ class Http1(Connection):
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
         if self._status >= 200 and self._exchange is not None:
-            self._exchange.begin(self._status, self._headers, self._resume)
+            try:
+                self._exchange.begin(self._status, self._headers, self._resume)
+            except ResponseTooLarge as error:
+                self._fail(error)
 
     def on_body(self, data: bytes) -> None:
-        if self._exchange is not None and not self._exchange.feed(data) and not self._is_paused:
+        self._bodiless_bytes = 0
+        if self._exchange is None:
+            return
+        try:
+            has_room = self._exchange.feed(data)
+        except ResponseTooLarge as error:
+            self._fail(error)
+            return
+        if not has_room and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 

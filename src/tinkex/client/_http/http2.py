@@ -13,7 +13,7 @@ import h2.exceptions
 import h2.settings
 from h2.connection import ConnectionInputs, ConnectionState
 
-from tinkex.client._http.exchange import Connection, ConnectionLost, Exchange, HTTPRequest
+from tinkex.client._http.exchange import Connection, ConnectionLost, Exchange, HTTPRequest, ResponseTooLarge
 
 STREAMS = 100
 """Exchanges per connection, if the service allows as many: beyond that another connection is opened."""
@@ -161,17 +161,26 @@ class Http2(Connection):
         headers: dict[str, str] = {}
         for name, value in pairs:
             headers[name] = value if name not in headers else f"{headers[name]}, {value}"
-        status = int(headers.pop(":status"))
-        self._streams[number].last_activity = self.last_activity
-        self._streams[number].begin(status, headers, lambda: self._acknowledge(number))
+        exchange, status = self._streams[number], headers.pop(":status", "")
+        exchange.last_activity = self.last_activity
+        if not (len(status) == 3 and status.isascii() and status.isdigit()):
+            self._refuse(number, ConnectionLost(f"the response has the status {status[:20]!r}"))
+            return
+        try:
+            exchange.begin(int(status), headers, lambda: self._acknowledge(number))
+        except ResponseTooLarge as error:
+            self._refuse(number, error)
 
     def _take(self, number: int, data: bytes, flow_bytes: int) -> None:
         exchange = self._streams.get(number)
         self._unread[number] = self._unread.get(number, 0) + flow_bytes
         if exchange is not None:
             exchange.last_activity = self.last_activity
-        if exchange is None or exchange.feed(data):
-            self._acknowledge(number)  # room for more; a full buffer gives it later, through `resume`
+        try:
+            if exchange is None or exchange.feed(data):
+                self._acknowledge(number)  # room for more; a full buffer gives it later, through `resume`
+        except ResponseTooLarge as error:
+            self._refuse(number, error)
 
     def _acknowledge(self, number: int) -> None:
         flow_bytes = self._unread.pop(number, 0)
@@ -187,6 +196,12 @@ class Http2(Connection):
 
     def _end(self, number: int, error: ConnectionLost | None = None) -> None:
         self._forget(number).end(error)
+
+    def _refuse(self, number: int, error: ConnectionLost | ResponseTooLarge) -> None:
+        """Take no more of a response, and leave the other exchanges alone."""
+        exchange = self._forget(number)
+        self._reset(number)
+        exchange.end(error)
 
     def _forget(self, number: int) -> Exchange:
         exchange = self._streams.pop(number)

@@ -12,6 +12,7 @@ from collections import deque
 
 from tinkex.client._http.dial import Origin, dial
 from tinkex.client._http.exchange import Connection, ConnectionLost, Exchange, HTTPRequest, ReadTimeout
+from tinkex.wire.body import MAX_BYTES
 
 log = logging.getLogger("tinkex.http")
 CONNECT_TIMEOUT_S = 10.0
@@ -29,11 +30,14 @@ class ConnectTimeout(OSError):
 class ConnectionPool:
     """Sends requests over its connections. Loop thread."""
 
-    def __init__(self, origin: Origin, limit: int, context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, origin: Origin, limit: int, context: ssl.SSLContext | None, max_response_bytes: int = MAX_BYTES
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._origin = origin
         self._limit = limit
         self._context = context
+        self._max_response_bytes = max_response_bytes
         self._connections: list[Connection] = []
         self._idle: deque[Connection] = deque()
         self._opening = 0
@@ -49,13 +53,13 @@ class ConnectionPool:
     async def exchange(self, request: HTTPRequest, timeout_s: float, is_streamed: bool = False) -> Exchange:
         """Send, and wait for the whole response (or its headers, if streamed).
 
-        Raises ConnectionLost, ReadTimeout or OSError.
+        Raises ConnectionLost, ReadTimeout, ResponseTooLarge or OSError.
         """
         is_repeat = False
         while True:
             connection = await self._acquire()
             is_fresh, connection.was_used = not connection.was_used, True
-            exchange = Exchange(self._loop, is_streamed)
+            exchange = Exchange(self._loop, is_streamed, self._max_response_bytes)
             exchange.release = functools.partial(self._release, connection)
             if is_streamed:
                 exchange.abandon = functools.partial(self._abandon, connection, exchange)

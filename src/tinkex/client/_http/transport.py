@@ -7,6 +7,7 @@ another host.
 from __future__ import annotations
 
 import asyncio
+import functools
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -14,15 +15,32 @@ from urllib.parse import urljoin, urlsplit
 
 from tinkex import settings
 from tinkex.client._http.dial import Origin, tls_context
-from tinkex.client._http.exchange import ConnectionLost, Exchange, HTTPRequest, ReadTimeout
+from tinkex.client._http.exchange import (
+    ERROR_BYTES,
+    ConnectionLost,
+    Exchange,
+    HTTPRequest,
+    ReadTimeout,
+    ResponseTooLarge,
+)
 from tinkex.client._http.pool import ConnectionPool, ConnectTimeout
 from tinkex.client._runtime.fork import ProcessRegistry
-from tinkex.errors import APIConnectionError, APIResponseValidationError, APITimeoutError, ValidationError
+from tinkex.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APITimeoutError,
+    ValidationError,
+)
 from tinkex.settings import Config
 from tinkex.wire.body import decompress
 from tinkex.wire.endpoints import Pool
 
 REDIRECTS = 5
+MAX_RATIO = 200
+"""Times that a response may expand when it is decompressed. Text expands 5 to 20 times."""
+FREE_BYTES = 64 << 20
+"""Responses may expand to this size whatever their own."""
 T = TypeVar("T")
 Headers = Mapping[str, str]
 """A response's headers, under lower-case names."""
@@ -67,8 +85,13 @@ class StreamedResponse:
             yield chunk
 
     async def read(self) -> HTTPResponse:
-        """Return the response with the whole body."""
-        return HTTPResponse(self.status, self.headers, b"".join([chunk async for chunk in self.chunks()]))
+        """Return the response with the whole body, which is that of an error."""
+        content = bytearray()
+        async for chunk in self.chunks():
+            content += chunk
+            if len(content) > ERROR_BYTES:
+                raise _translated(ResponseTooLarge(f"its body has more than {ERROR_BYTES:,} bytes"), "reading an error")
+        return HTTPResponse(self.status, self.headers, bytes(content))
 
     def close(self) -> None:
         """End the exchange if it has not ended. Closing twice is harmless."""
@@ -106,11 +129,14 @@ class Transport:
         *,
         follow: bool = True,
     ) -> HTTPResponse:
-        """Send, and return the whole response, whatever its status. Raises APIConnectionError or APITimeoutError."""
+        """Send, and return the whole response, whatever its status.
+
+        Raises APIConnectionError or APITimeoutError; APIResponseValidationError for a response that is too large.
+        """
         for _ in range(REDIRECTS):
             exchange = await self._exchange(pool, method, url, headers, content, timeout_s, False)
             if not (follow and exchange.status in (301, 302, 303, 307, 308)):
-                return _whole(exchange)
+                return await self._whole(exchange)
             url = self._next_url(url, exchange.headers.get("location"))
         raise APIResponseValidationError(message=f"{method} {url}: more than {REDIRECTS} redirects.")
 
@@ -135,8 +161,21 @@ class Transport:
         request = HTTPRequest(method, origin.scheme, authority, path, headers, content)
         try:
             return await connections.exchange(request, timeout_s, is_streamed)
-        except (ConnectionLost, ReadTimeout, OSError) as error:
+        except (ConnectionLost, ReadTimeout, ResponseTooLarge, OSError) as error:
             raise _translated(error, f"{method} {authority}") from None
+
+    async def _whole(self, exchange: Exchange) -> HTTPResponse:
+        content = exchange.content()
+        encoding = exchange.headers.get("content-encoding")
+        if encoding:  # we ask for none, but some proxies compress all the same
+            limit_bytes = min(self._config.max_response_bytes, max(FREE_BYTES, MAX_RATIO * len(content)))
+            unfold = functools.partial(decompress, content, encoding, limit_bytes)
+            try:
+                # A few bytes can take a second: not on the loop.
+                content = await asyncio.get_running_loop().run_in_executor(None, unfold)
+            except ValidationError as error:
+                raise APIResponseValidationError(message=f"The service's response cannot be read: {error}") from None
+        return HTTPResponse(exchange.status, exchange.headers, content)
 
     def _target(self, url: str) -> RequestTarget:
         """Return where a URL leads. A few URLs are used again and again: those are remembered."""
@@ -157,7 +196,8 @@ class Transport:
     def _make(self, pool: Pool, origin: Origin) -> ConnectionPool:
         if origin.scheme == "https" and self._tls is None:
             self._tls = tls_context(self._config.ca_file)
-        connections = self._pools[pool, origin] = ConnectionPool(origin, self.limit_of(pool), self._tls)
+        limit_bytes = self._config.max_response_bytes
+        connections = self._pools[pool, origin] = ConnectionPool(origin, self.limit_of(pool), self._tls, limit_bytes)
         return connections
 
     def limit_of(self, pool: Pool) -> int:
@@ -165,8 +205,14 @@ class Transport:
         return min(self._config.pools[pool.value], _max_connections())
 
     def _next_url(self, url: str, location: str | None) -> str:
-        target = urljoin(url, location or "")
-        if urlsplit(target)[:2] != self._base:
+        try:
+            target = urljoin(url, location or "")
+            is_same_host = urlsplit(target)[:2] == self._base
+        except ValueError:
+            raise APIResponseValidationError(
+                message=f"{url} redirects to {location!r:.200}, which is no URL."
+            ) from None
+        if not is_same_host:
             raise APIResponseValidationError(
                 message=f"{url} redirects to another host ({urlsplit(target).netloc}); the key is not sent there. "
                 "If that is the service's new address, set it as base_url."
@@ -184,20 +230,14 @@ def _max_connections() -> int:
     return max(soft // 3, 8) if soft != resource.RLIM_INFINITY else 1 << 30
 
 
-def _whole(exchange: Exchange) -> HTTPResponse:
-    content = exchange.content()
-    encoding = exchange.headers.get("content-encoding")
-    if encoding:  # we ask for none, but some proxies compress all the same
-        try:
-            content = decompress(content, encoding)
-        except ValidationError as error:
-            raise APIResponseValidationError(message=f"The service's response cannot be read: {error}") from None
-    return HTTPResponse(exchange.status, exchange.headers, content)
-
-
-def _translated(error: Exception, doing: str) -> APIConnectionError:
+def _translated(error: Exception, doing: str) -> APIError:
     """Return the public error for a failure of the connection."""
     text = str(error) or type(error).__name__
+    if isinstance(error, ResponseTooLarge):
+        return APIResponseValidationError(
+            message=f"The response is too large: {doing}: {text}. If the service is right to send so much, raise "
+            "max_response_bytes."
+        )
     if isinstance(error, (ReadTimeout, ConnectTimeout, TimeoutError)):
         return APITimeoutError(None, f"No response in time: {doing}: {text}.")
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -217,5 +257,5 @@ _transports: ProcessRegistry[tuple[Any, ...], Transport] = ProcessRegistry()
 def transport_for(config: Config) -> Transport:
     """Return the pools of one (base URL, key): shared by all clients with the same pool settings."""
     proxies = (config.proxy, config.http_proxy, config.https_proxy, config.no_proxy)
-    key = (*config.key, tuple(sorted(config.pools.items())), *proxies, config.ca_file)
+    key = (*config.key, tuple(sorted(config.pools.items())), *proxies, config.ca_file, config.max_response_bytes)
     return _transports.get(key, lambda: Transport(config))

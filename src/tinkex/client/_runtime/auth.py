@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -78,9 +79,10 @@ class Auth:
 def _expiry(token: str) -> float:
     """Return the `exp` claim of a JWT; an unreadable one counts as expired, which leads to renewal."""
     try:
-        return float(_claims(token)["exp"])
-    except (ValueError, KeyError, TypeError):
+        expiry = float(_claims(token)["exp"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return 0.0
+    return expiry if math.isfinite(expiry) else 0.0
 
 
 def _claims(token: str) -> dict[str, Any]:
@@ -88,6 +90,6 @@ def _claims(token: str) -> dict[str, Any]:
     try:
         payload = token.split(".")[1]
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, RecursionError):
         return {}
     return claims if isinstance(claims, dict) else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import warnings
 import weakref
@@ -13,12 +14,12 @@ from typing import Any, Self
 import tinkex.types
 from tinkex import settings
 from tinkex.client._calls.attempts import call
+from tinkex.client._calls.decode import decoded, read_value
 from tinkex.client._calls.handshake import ready
 from tinkex.client._runtime.operation import Operation, QueueObserver
 from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
 from tinkex.errors import ConfigError, TinkexError
-from tinkex.wire import json_codec
 from tinkex.wire.body import Body
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
@@ -124,10 +125,10 @@ class BaseClient:
                 follow=follow,
             )
             if read is not None:
-                return read(response)
+                return await decoded(functools.partial(read, response), len(response.content))
             if not endpoint.answer:
                 return None
-            return json_codec.read_content(getattr(tinkex.types, endpoint.answer), response.content)
+            return await read_value(getattr(tinkex.types, endpoint.answer), response.content)
 
         return self._session.run(endpoint.name, work)
 
@@ -145,6 +146,7 @@ class BaseClient:
             "max_retries": config.max_retries,
             "unreachable_s": config.unreachable_s,
             "deadline_s": config.deadline_s,
+            "max_response_bytes": config.max_response_bytes,
             "pools": dict(config.pools),
         }
         return address, self._session.session_id

@@ -14,7 +14,6 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tinkex import events
@@ -26,6 +25,7 @@ from tinkex.client._runtime.auth import Auth
 from tinkex.client._runtime.fork import ProcessRegistry
 from tinkex.client._runtime.loop import LoopThread, loop_thread
 from tinkex.client._runtime.operation import Operation
+from tinkex.client._runtime.stats import Stats
 from tinkex.client.future import APIFuture, reject, resolve
 from tinkex.clock import REAL, Clock
 from tinkex.errors import APIConnectionError, APIError, ClosedError, DeadlineExceeded, TinkexError
@@ -36,31 +36,6 @@ from tinkex.wire.dialect import Dialect
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, T]]
 log = logging.getLogger("tinkex.wait")
-
-
-@dataclass
-class Stats:
-    """The counters behind `client.stats()`: sums over the life of a link, written on the loop thread."""
-
-    requests: int = 0
-    retries: int = 0
-    polls: int = 0
-    rate_limited: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    operations: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def count_step(self, step: events.StepEvent) -> None:
-        sums = self.operations.get(step.operation)
-        if sums is None:
-            sums = self.operations[step.operation] = {"count": 0, "failed": 0}
-        sums["count"] += 1
-        sums["failed"] += not step.ok
-        for name in ("seconds", "submit_s", "queue_s", "compute_s", "fetch_s"):
-            sums[name] = sums.get(name, 0.0) + getattr(step, name)
-
-    def snapshot(self) -> dict[str, Any]:
-        return {**vars(self), "operations": {kind: dict(sums) for kind, sums in list(self.operations.items())}}
 
 
 class ServiceLink:
@@ -220,15 +195,18 @@ class ServiceLink:
             events.emit("step", step)
 
     def _tick(self) -> None:
-        """Once a minute: log one line for each kind of operation that has waited that long."""
+        """Once a minute: log one line for each kind of operation that has waited that long.
+
+        What the service does not accept yet has its own line: it is never the oldest of its kind while others run.
+        """
         self._ticker = None
         if not self.in_flight:
             return
         now = self.clock.now()
-        waiting: dict[str, list[Operation]] = {}
+        waiting: dict[tuple[str, bool], list[Operation]] = {}
         for operation in self.in_flight.values():
             if now - operation.waiting_since >= self.config.wait_line_s:
-                waiting.setdefault(operation.kind, []).append(operation)
+                waiting.setdefault((operation.kind, bool(operation.put_off_reason)), []).append(operation)
         for operations in waiting.values():
             oldest = min(operations, key=lambda operation: operation.waiting_since)
             more = f" (and {len(operations) - 1} more)" if len(operations) > 1 else ""

@@ -72,6 +72,8 @@ class Operation:
     queue_s: float = 0.0
     fetch_s: float = 0.0
     last_error: str | None = None
+    put_off_reason: str = ""
+    """What the service says while it does not accept the request yet; empty otherwise."""
     note: str = ""
     future: concurrent.futures.Future[Any] | None = None
     span: Any = None
@@ -107,7 +109,9 @@ class Operation:
 
     def waiting_line(self, now: float) -> str:
         """`waiting 95 s for forward_backward seq 12: queue paused_capacity ("…"), 3 polls, session alive`"""
-        if self.queue_state:
+        if self.put_off_reason:
+            why = f'not accepted yet, attempt {self.attempts}, the service says "{self.put_off_reason}"'
+        elif self.queue_state:
             why = f"queue {self.queue_state}" + (f' ("{self.queue_reason}")' if self.queue_reason else "")
         elif self.state == "accepted":
             why = "accepted by the service"
@@ -115,6 +119,7 @@ class Operation:
             why = f"being submitted, attempt {self.attempts}"
         else:
             why = "not sent yet, waiting its turn"
-        error = f", last error: {self.last_error}" if self.last_error else ""
+        has_error = self.last_error and not self.put_off_reason
+        error = f", last error: {self.last_error}" if has_error else ""
         session = self.session.state() if self.session else "no session"
         return f"waiting {now - self.waiting_since:.0f} s for {self.name}: {why}, {self.polls} polls, {session}{error}"

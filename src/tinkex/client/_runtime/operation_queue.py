@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tinkex.client._calls.submit import Collect, Encode, submit
 from tinkex.client._runtime.link import ServiceLink
@@ -30,8 +30,16 @@ from tinkex.wire.endpoints import Endpoint
 
 T = TypeVar("T")
 log = logging.getLogger("tinkex.training")
-Send = Callable[[Endpoint, Encode, int], Coroutine[Any, Any, Collect]]
-"""Submits the next request of an operation; the last argument is its size in bytes, about."""
+
+
+class Send(Protocol):
+    """Submits the next request of an operation: its size in bytes, about, and its datums if it is a pass."""
+
+    def __call__(
+        self, endpoint: Endpoint, encode: Encode, size_hint: int, datums: int | None = None
+    ) -> Coroutine[Any, Any, Collect]: ...
+
+
 Turn = AbstractAsyncContextManager[Send]
 """Waits until the operation may submit, and lets the next one submit when it is left."""
 
@@ -106,8 +114,8 @@ class OperationQueue:
 
     @asynccontextmanager
     async def _turn(self, link: ServiceLink, operation: Operation, unsent: list[int]) -> AsyncIterator[Send]:
-        async def send(endpoint: Endpoint, encode: Encode, size_hint: int) -> Collect:
-            return await submit(link, operation, endpoint, unsent.pop(0), encode, size_hint)
+        async def send(endpoint: Endpoint, encode: Encode, size_hint: int, datums: int | None = None) -> Collect:
+            return await submit(link, operation, endpoint, unsent.pop(0), encode, size_hint, datums)
 
         try:
             async with self._turns:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.client._calls.attempts import call
+from tinkex.client._calls.decode import read_value
 from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.send import send
 from tinkex.client._runtime.link import ServiceLink, link_for
@@ -24,7 +25,7 @@ from tinkex.client.future import APIFuture, finished
 from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
 from tinkex.settings import Config
 from tinkex.types import CreateSessionResponse, SessionHeartbeatRequest
-from tinkex.wire import endpoints, json_codec, requests
+from tinkex.wire import endpoints, requests
 from tinkex.wire.dialect import Dialect
 
 T = TypeVar("T")
@@ -144,7 +145,7 @@ class Session:
                 dialect=dialect,
             )
             response = await call(link, endpoints.CREATE_SESSION, body, operation=self.operation("create_session"))
-            created = json_codec.read_content(CreateSessionResponse, response.content)
+            created = await read_value(CreateSessionResponse, response.content)
         except TinkexError as error:  # ClosedError among them
             core.state = f"session not opened: {error}"
             return error
@@ -183,6 +184,11 @@ async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: 
                 await call(link, endpoints.FINISH_SESSION, body, operation=operation, path=path, max_attempts=3)
             except NotFoundError:
                 pass  # services from before 0.28 have no such call
+            except APIError as error:
+                if not error.retryable:
+                    raise
+                # Nothing is lost, and a program whose work is done must not fail at its end.
+                log.warning("Session %s ends by itself later: the service was not told. %s", core.session_id, error)
         if core.telemetry is not None:
             await core.telemetry.finish()
     finally:
@@ -203,6 +209,8 @@ async def _beat(core: _Core, link: ServiceLink) -> None:
         try:
             response = await send(link, endpoints.SESSION_HEARTBEAT, body, timeout_s=HEARTBEAT_TIMEOUT_S)
             if response.status == 410:
+                if core.is_closed:  # while this heartbeat was under way
+                    return
                 core.state = "session ended by the service"
                 log.warning("The service ended session %s. Make a new ServiceClient to go on.", core.session_id)
                 return

@@ -17,7 +17,7 @@ from torch import Tensor
 from tinkex.engine.adapters.lora import LoraWeights, Site
 from tinkex.engine.contract import EngineFault, LoraSpec, checked
 from tinkex.engine.models.loaded_model import Model
-from tinkex.rules import limits
+from tinkex.rules import ranges
 
 
 class Adapter:
@@ -68,7 +68,7 @@ def sites_for(model: Model, spec: LoraSpec) -> list[Site]:
             "train_attn, train_mlp and train_unembed leave nothing to train on "
             f"{model.info.name}. Set at least one of them to true."
         )
-    checked(limits.check_rank, spec.rank, model.info.name, model.info.hidden_size)
+    checked(ranges.check_rank, spec.rank, model.info.name, model.info.hidden_size)
     return sites
 
 

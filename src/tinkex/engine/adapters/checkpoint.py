@@ -44,6 +44,10 @@ WEIGHTS, CONFIG, RUN_CONFIG, MOMENTS = (
 STATE, STATE_INFO = "state.safetensors", "state.json"
 
 _PREFIX = "base_model.model."
+_SYNCED_PARENTS = 4
+"""`checkpoints/{run}/{kind}/{name}` has that many folders above it, the data folder included."""
+_NAMES_BYTES = 300
+"""For the names and shapes of a site's two tensors, in the header of a safetensors file."""
 
 
 def save(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> dict[str, dict[str, Any]]:
@@ -69,15 +73,22 @@ def save(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> dict[str, d
     return files
 
 
-def load(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> None:
+def expected_bytes(adapter: Adapter, *, with_optimizer: bool) -> int:
+    """Return about how large a PEFT folder would be, before it is written: the numbers, and room for names."""
+    return adapter.weights_P.nbytes * (3 if with_optimizer else 1) + _NAMES_BYTES * (len(adapter.sites) + 16)
+
+
+def load(adapter: Adapter, folder: Path, *, with_optimizer: bool, is_upload: bool = False) -> None:
     """Replace an adapter's weights by a folder's; the gradient is cleared.
+
+    A file that cannot be read is the service's fault, because the service wrote it; of an upload, the user's.
 
     Without `with_optimizer` the optimizer's state stays as it is: fresh moments would make the next step of a run that
     is well on its way as large as its first, in every number (measured: a loss of 26 became 35; with its old moments,
     25).
     """
     model, spec = adapter.model, adapter.spec
-    loaded = read_weights(folder, model)
+    loaded = read_weights(folder, model, is_upload=is_upload)
     if loaded.spec.rank != spec.rank:
         raise EngineFault(
             f"The checkpoint has rank {loaded.spec.rank}, this run has rank {spec.rank}. Create a run of the "
@@ -106,14 +117,14 @@ def load(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> None:
     adapter.clear_gradient()
 
 
-def read_weights(folder: Path | str, model: Model) -> LoraWeights:
+def read_weights(folder: Path | str, model: Model, *, is_upload: bool = False) -> LoraWeights:
     """Read an adapter from a PEFT folder, written by tinkex or another tool, onto this model's device.
 
     PEFT's factor alpha/r (with rslora alpha/√r) becomes ours, 32/r, by scaling B.
     """
-    folder = Path(folder)
-    config = _read_json(folder / CONFIG)
-    run_config = _read_json(folder / RUN_CONFIG) if (folder / RUN_CONFIG).exists() else {}
+    folder, at_fault = Path(folder), "user" if is_upload else "server"
+    config = _read_json(folder / CONFIG, at_fault)
+    run_config = _read_json(folder / RUN_CONFIG, at_fault) if (folder / RUN_CONFIG).exists() else {}
     _check_supported(config)
     if run_config and run_config.get("base") not in model.info.names:
         raise EngineFault(
@@ -132,9 +143,12 @@ def read_weights(folder: Path | str, model: Model) -> LoraWeights:
         raise EngineFault(f"{CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}; both must be numbers, r at least 1.")
     factor = alpha * (math.sqrt(rank) if config.get("use_rslora") else 1.0) / LORA_ALPHA
     pairs = {}
-    for site, a_RD, b_OR in _read_pairs(_read_tensors(folder / WEIGHTS), rank, model):
-        b_OR = b_OR.float() if factor == 1.0 else b_OR.float() * factor
-        pairs[site.name] = (a_RD.float().to(model.device), b_OR.to(model.device))
+    for site, a_RD, b_OR in _read_pairs(_read_tensors(folder / WEIGHTS, at_fault), rank, model):
+        a_RD, b_OR = a_RD.float(), b_OR.float() if factor == 1.0 else b_OR.float() * factor
+        # Here and not before: a float64 or a large lora_alpha becomes infinite only as a scaled float32.
+        if not bool(a_RD.isfinite().all() and b_OR.isfinite().all()):
+            raise EngineFault(f"The adapter's numbers for {site.name} are not all finite.", at_fault)
+        pairs[site.name] = (a_RD.to(model.device), b_OR.to(model.device))
     roles = {site.role for site in model.sites if site.name in pairs}
     flags = {role.value: role in roles for role in Role}
     return LoraWeights(LoraSpec(rank=rank, seed=int(run_config.get("seed", 0)), **flags), pairs)
@@ -198,8 +212,6 @@ def _read_pairs(tensors: Mapping[str, Tensor], rank: int, model: Model) -> Itera
                 f"The adapter's A and B for {site.name} have shapes {shapes}, {model.info.name} at rank {rank} needs "
                 f"{expected}. Is it of another base model?"
             )
-        if not bool(a_RD.isfinite().all() and b_OR.isfinite().all()):
-            raise EngineFault(f"The adapter's numbers for {site.name} are not all finite.")
         yield site, a_RD, b_OR
     for name, tensor in remaining.items():
         # PEFT adds the frozen embedding to the file of an adapter on the unembedding.
@@ -304,7 +316,9 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():  # an operation that runs again after a crash
             os.rename(folder, old)
         os.rename(staging, folder)
-        _fsync(folder.parent)
+        # The folder's name, and those of folders above it that may be as new: up to the data folder.
+        for parent in folder.parents[:_SYNCED_PARENTS]:
+            _fsync(parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
@@ -316,7 +330,10 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
 def _fsync(path: Path) -> None:
     if path.is_dir() and os.name == "nt":
         return  # Windows cannot open folders; NTFS journals renames itself
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    except PermissionError:  # a folder above ours
+        return
     try:
         os.fsync(descriptor)
     finally:
@@ -340,23 +357,25 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, at_fault: str = "server") -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EngineFault(f"The checkpoint has no {path.name}. Was it deleted?") from None
-    except ValueError:
-        raise EngineFault(f"The checkpoint's {path.name} is not JSON.") from None
+    except (ValueError, RecursionError):
+        raise EngineFault(f"The checkpoint's {path.name} is damaged: it is not JSON.", at_fault) from None
     if not isinstance(content, dict):
-        raise EngineFault(f"The checkpoint's {path.name} is not a JSON object.")
+        raise EngineFault(f"The checkpoint's {path.name} is damaged: it is not a JSON object.", at_fault)
     return content
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path, at_fault: str = "server") -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError:
         raise EngineFault(f"The checkpoint has no {path.name}. Was it deleted?") from None
     except (SafetensorError, ValueError) as error:
+        if "allocate memory" in str(error).lower():
+            raise MemoryError(str(error)) from None
         logger.error("cannot read %s: %s", path, error)
-        raise EngineFault(f"The checkpoint's {path.name} is damaged: it is not a safetensors file.") from None
+        raise EngineFault(f"The checkpoint's {path.name} is damaged: it is not a safetensors file.", at_fault) from None

@@ -122,7 +122,9 @@ def _reload_logprobs(folder: Path, prompts: list[Tensor]) -> list[Tensor]:
     """Return what any user gets who loads the folder with transformers: none of our code runs."""
     from transformers import AutoModelForCausalLM
 
-    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    module: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     module.eval()
     with torch.inference_mode():
         return [module(input_ids=tokens_T[None]).logits[0].float().log_softmax(-1) for tokens_T in prompts]

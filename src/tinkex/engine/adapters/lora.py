@@ -38,6 +38,14 @@ class Site(NamedTuple):
     d_out: int
 
 
+def group_sizes(sites: Iterable[Site]) -> dict[str, int]:
+    """Return how many numbers an adapter of rank 1 has in each group of layers."""
+    sizes = {role.value: 0 for role in Role}
+    for site in sites:
+        sizes[site.role.value] += site.d_in + site.d_out
+    return sizes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraWeights:
     """The weights of one adapter: site → (A [R, D], B [O, R]). Compared by identity."""

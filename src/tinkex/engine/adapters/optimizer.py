@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import checked
-from tinkex.rules import limits
+from tinkex.rules import ranges
 
 SLICE = 2**22
 """Numbers updated at a time, so that the copy of their old values stays small compared with the adapter."""
@@ -41,8 +41,8 @@ class AdamW:
     @classmethod
     def read(cls, head: Mapping[str, Any]) -> AdamW:
         """Read the settings of an `optim_step` command; a setting that is absent or null has its default."""
-        settings = {name: head[name] for name in limits.ADAMW if head.get(name) is not None}
-        checked(limits.check_adamw, settings)
+        settings = {name: head[name] for name in ranges.ADAMW if head.get(name) is not None}
+        checked(ranges.check_adamw, settings)
         return cls(**{name: float(value) for name, value in settings.items()})
 
 

@@ -10,6 +10,7 @@ import io
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,16 @@ def download(name: str, progress: ProgressReport) -> Path:
     chosen = [file for file in sizes if Path(file).match(WEIGHTS) or file in FILES]
     total = sum(sizes[file] for file in chosen)
     try:
-        folder = snapshot_download(
+        fetch = partial(
+            snapshot_download,
             name,
             endpoint=address,
             revision=info.sha,
             allow_patterns=chosen,
             tqdm_class=_bar_class(name, total, progress),
         )
+        # Where it is called it waits for its threads, also when SIGTERM comes: for the rest of a file, maybe hours.
+        folder = _run_within(None, fetch)
         # With this file the next start finds `main` in the cache offline; a download by commit does not write it.
         main_ref = Path(folder).parent.parent / "refs" / "main"
         main_ref.parent.mkdir(exist_ok=True)
@@ -125,8 +129,8 @@ def _model_info(name: str, address: str) -> Any:
         raise HubUnreachable(first_line(error, 200)) from None
 
 
-def _run_within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Run a function in a thread, and abandon the thread if it takes too long."""
+def _run_within(seconds: float | None, work: Callable[[], Any]) -> Any:
+    """Run a function in a thread, and abandon the thread if it takes too long or if a signal ends the wait."""
     result: Future[Any] = Future()
 
     def run() -> None:
@@ -139,6 +143,8 @@ def _run_within(seconds: float, work: Callable[[], Any]) -> Any:
     try:
         return result.result(seconds)
     except TimeoutError:
+        if seconds is None or result.done():  # the function's own
+            raise
         raise HubUnreachable(f"no response within {seconds:g} s") from None
 
 

@@ -16,7 +16,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tinkex.clock import REAL
-from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, Tokens, event_frame, read_sample
+from tinkex.engine.contract import (
+    EngineFault,
+    OutOfMemory,
+    Sampled,
+    SampleEvent,
+    Tokens,
+    event_frame,
+    first_line,
+    is_out_of_memory,
+    read_sample,
+)
 from tinkex.engine.frames import Frame
 from tinkex.engine.process.turns import EngineTurn, Turns
 
@@ -37,6 +47,9 @@ _READ_PER_S = {"cpu": 20e9}
 
 Packet = tuple[int, Frame]
 """A request's number and its command, with the tenant in its head."""
+Inbox = queue.Queue[Packet]
+"""Not a SimpleQueue: in CPython its `get` may take a short timeout that has just run out for none, and block until the
+next packet comes. A sample then waited for the command after it, for minutes (`docs/LOG.md`)."""
 Send = Callable[[int, Frame], None]
 """Sends a reply to the request of that number; 0 is for packets without a request."""
 
@@ -66,7 +79,7 @@ class Loop:
         self._stats_due_s = 0.0
         self._has_news = True
 
-    def serve(self, inbox: queue.SimpleQueue[Packet]) -> None:
+    def serve(self, inbox: Inbox) -> None:
         """Work for ever: the thread that reads the pipe ends the process."""
         while True:
             turn = self._turns.choose(can_train=self._trainer.has_work, can_decode=self._sampler.has_work)
@@ -77,7 +90,7 @@ class Loop:
             self._report_stats()
             self._take(inbox, wait=not self._trainer.has_work and not self._sampler.has_work)
 
-    def _take(self, inbox: queue.SimpleQueue[Packet], wait: bool) -> None:
+    def _take(self, inbox: Inbox, wait: bool) -> None:
         """Take all packets that have arrived; with `wait`, block for the first one until statistics are due."""
         try:
             if wait:
@@ -89,7 +102,7 @@ class Loop:
         except queue.Empty:
             return
 
-    def _wait_for_company(self, inbox: queue.SimpleQueue[Packet]) -> None:
+    def _wait_for_company(self, inbox: Inbox) -> None:
         if self._trainer.passes:
             self._former_passes, self._most_passes = self._most_passes, self._trainer.passes
         looks = max(MOMENTS, self._former_passes) if self._moment_s else 0
@@ -156,7 +169,7 @@ class Loop:
         self._samples.discard(number)
         if isinstance(event, Sampled):
             self._reply(number, "sample", event_frame(event))
-            self._tokens_sampled += sum(len(row.tokens) for row in event.sequences)
+            self._tokens_sampled += sum(row.length for row in event.sequences)
         else:
             self._fail(number, "sample", event)
 
@@ -169,10 +182,16 @@ class Loop:
     def _fail(self, number: int, op: str, error: Exception) -> None:
         if isinstance(error, EngineFault):
             text, category = str(error), error.category
+        elif is_out_of_memory(error):
+            logger.warning("%s: %s", op, first_line(error, 200))  # it is not a bug: no trace
+            text, category = _public_message(op, error), "server"
         else:
             logger.error("%s failed.", op, exc_info=error)
             text, category = _public_message(op, error), "server"
-        self._send(number, Frame({"ok": False, "error": text, "category": category}))
+        head = {"ok": False, "error": text, "category": category}
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+            head["is_out_of_memory"] = True  # the server evicts adapters and sends the command again
+        self._send(number, Frame(head))
 
     def _count(self, command: Frame) -> None:
         match command.head["op"]:
@@ -205,8 +224,7 @@ class Loop:
 
 def _public_message(op: str, error: Exception) -> str:
     """Return what a client may read about an unexpected error: its text may have paths and secrets in it."""
-    # torch has a class for a full GPU, and a plain RuntimeError for full memory.
-    if isinstance(error, MemoryError) or "memory" in str(error).lower():
+    if is_out_of_memory(error):
         return f"The engine ran out of memory in {op}. Send less at once, or serve with a smaller --max-batch-tokens."
     return f"The engine failed in {op} ({type(error).__name__}). Nothing was changed; the server's log says more."
 

@@ -4,9 +4,10 @@ Commands come in packets on stdin, replies go out on stdout; other output to std
 the main thread computes: training micro-batches and decode steps take turns (`turns`). When stdin ends, the process
 ends at once: the server keeps everything that must survive.
 
-The first packet names models and settings. Packets without a request have the number 0:
+The first packet names models, settings and the lifeline (`end_group_with_server`). Packets without a request have the
+number 0:
 
-    {"news": "loading", "what"} · "ready", "threads", "device" · "failed", "error" · "stats", …
+    {"news": "loading", "what"} · "ready", "threads", "device", "lora_sizes" · "failed", "error" · "stats", … · "beat"
 
 A command has a number, and so has its reply: {"ok": true, …} or {"ok": false, "error", "category"}.
 A sample's tokens come before its reply as {"event": true, …}.
@@ -23,16 +24,19 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO
 
+from tinkex.clock import REAL
 from tinkex.engine.contract import EngineFault, ModelInfo
 from tinkex.engine.frames import HEADER, PREFIX, Frame, decode_parts, packet_parts
-from tinkex.engine.process.loop import Loop, Packet, Send, moment_s
+from tinkex.engine.process.loop import Inbox, Loop, Packet, Send, moment_s
 from tinkex.errors import MissingExtra
 
 logger = logging.getLogger("tinkex.engine")
 
+BEAT_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
@@ -43,12 +47,15 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
     faulthandler.enable()
     send = _sender(replies)
-    inbox: queue.SimpleQueue[Packet] = queue.SimpleQueue()
+    inbox: Inbox = queue.Queue()
     threading.Thread(target=_read, args=(commands, inbox), daemon=True, name="inbox").start()
     # Imports create no garbage: looking for it would take a sixth of the start. What they made is frozen afterwards.
     gc.disable()
     try:
-        loop = load(inbox.get()[1].head, send)
+        start = inbox.get()[1].head
+        if "lifeline" in start:
+            end_group_with_server(start["lifeline"])
+        loop = load(start, send)
     except Exception as error:
         if not isinstance(error, EngineFault):  # an EngineFault is a message for the user already
             logger.exception("The engine cannot start.")
@@ -56,11 +63,19 @@ def main() -> None:
         os._exit(1)
     gc.freeze()
     gc.enable()
+    threading.Thread(target=_beat, args=(send,), daemon=True, name="beat").start()
     try:
         loop.serve(inbox)
     except Exception:
         logger.exception("The engine cannot go on.")
         os._exit(1)  # an ordinary exit would wait for a lock that the reading thread has
+
+
+def _beat(send: Send) -> None:
+    """Show once a second that this process runs, however long a micro-batch takes on the main thread."""
+    while True:
+        REAL.pause(BEAT_S)
+        send(0, Frame({"news": "beat"}))
 
 
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -74,11 +89,14 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _sender(replies: BinaryIO) -> Send:
+    is_free = threading.Lock()
+
     def send(number: int, frame: Frame) -> None:
         content = memoryview(b"".join(packet_parts(number, "", frame)))
         try:
-            while content:
-                content = content[replies.write(content) :]
+            with is_free:  # a beat must not come into the middle of a reply
+                while content:
+                    content = content[replies.write(content) :]
         except OSError:  # the server is gone, and with it every client
             os._exit(0)
 
@@ -86,22 +104,55 @@ def _sender(replies: BinaryIO) -> Send:
 
 
 def die_with_parent() -> None:
-    """End with the server, not before it: Ctrl-C, and SIGTERM to the whole group, are for the server to handle."""
+    """End with the server, not before it: SIGINT and SIGTERM to all of a service's processes are for the server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # EOF on stdin says the same, but only to a thread that runs: a long call into C may block the interpreter.
+    _set_parent_death_signal(signal.SIGKILL)
+
+
+def _set_parent_death_signal(number: int) -> None:
     if sys.platform == "linux":
-        # EOF on stdin says the same, but only to a thread that runs: a long call into C may block the interpreter.
         import ctypes
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def _read(stdin: BinaryIO, inbox: queue.SimpleQueue[Packet]) -> None:
+def end_group_with_server(lifeline: int) -> None:
+    """Have the kernel send SIGKILL to this process and all it starts when the server has ended, even by kill -9.
+
+    `lifeline` is a pipe. The server alone has its other end and never writes to it, so that the first event on it is
+    the server's end. Two kinds of processes live on, and nothing here can reach them: those that left the group
+    (setsid), and those of an engine that was killed a moment before its server: the signal is gone with the engine's
+    descriptor, and the server was killed before it could kill the group. On systems without such signals (macOS) the
+    group ends when this process reads the end of stdin (`_read`), which needs it to be alive and to run Python code.
+    """
+    if sys.platform == "linux" and _leads_its_group():
+        import fcntl
+
+        with suppress(OSError):  # a kernel that only looks like Linux: the rest of this module does what it can
+            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+            fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+            # That signal would come first at times, and end this process alone, and the lifeline with it: it is sent
+            # when the server's main thread has ended, and the pipe closes with its last one. With 30 threads, 26 of 120
+            # kills left a process behind; without the signal, none of 60.
+            _set_parent_death_signal(0)
+
+
+def _leads_its_group() -> bool:
+    """Return whether the others of its process group, if any, were started by this process."""
+    return os.getpgrp() == os.getpid()
+
+
+def _read(stdin: BinaryIO, inbox: Inbox) -> None:
     status = 1
     try:
         while (packet := read_packet(stdin)) is not None:
             inbox.put(packet)
-        status = 0
+        status = 0  # the server has closed the pipe, or is dead and cannot end what this process has started
+        if sys.platform != "win32" and _leads_its_group():
+            os.killpg(0, signal.SIGKILL)
     finally:
         os._exit(status)
 
@@ -137,6 +188,7 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from tinkex.engine.adapters.lora import group_sizes
     from tinkex.engine.models import loaded_model
     from tinkex.engine.runner_choice import choose_decoder, choose_runner
     from tinkex.engine.sampling.sampler import Sampler
@@ -164,7 +216,8 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
         max_cache_tokens=start["max_cache_tokens"],
         adapters_bytes=start["adapters_bytes"],
     )
-    send(0, Frame({"news": "ready", "threads": threads, "device": str(device)}))
+    lora_sizes = {model.info.name: group_sizes(model.sites) for model in models.values()}
+    send(0, Frame({"news": "ready", "threads": threads, "device": str(device), "lora_sizes": lora_sizes}))
     largest = max(sum(part.nbytes for part in model.module.parameters()) for model in models.values())
     return Loop(trainer, sampler, send, moment_s(largest, device.type))
 

@@ -14,7 +14,6 @@ Axes: B rows of the batch, N some of the rows, K ranked tokens, T tokens, D mode
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +28,14 @@ from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.sampling.adapter_cache import WeightsKey
 from tinkex.engine.sampling.decoder import Decoder, PromptChunk, RowInput
+from tinkex.engine.sampling.faults import as_fault
 from tinkex.engine.sampling.kv_cache import KVCache
 from tinkex.engine.sampling.next_token import TokenSampler, rank_tokens, sample_next_tokens
 from tinkex.engine.sampling.prefix_cache import CachedPrompt, PrefixCache
-from tinkex.engine.sampling.prompt_logprobs import PromptLogprobs, divergence_fault, token_logprob_pairs
+from tinkex.engine.sampling.prompt_logprobs import PromptLogprobs, divergence_fault
+from tinkex.engine.sampling.row_shares import Accounts, chunk_sizes
 from tinkex.engine.sampling.stop_strings import StopStrings
-
-logger = logging.getLogger("tinkex.engine")
+from tinkex.types.sampling import TopkLogprobs
 
 CHUNK_TOKENS = 512
 """Prompt tokens prefilled in one step. Larger products are hardly faster, and all other requests wait for them."""
@@ -68,6 +68,10 @@ class ActiveSample:
     """Tokens of the prompt that had been computed for another request."""
     started: int = 0
     """Sequences that have become rows."""
+    weight: float = 1.0
+    """What a token of one row costs the tenant."""
+    charged: float = 0.0
+    """What each sequence is charged when it gets its row; the first when the request gets into the batch."""
     finished: dict[int, SequenceOutput] = field(default_factory=dict)
 
     @property
@@ -95,12 +99,16 @@ class ActiveSample:
         needed after that."""
         return 2 if self.spec.num_samples > 1 and not self.started else 1
 
+    @property
+    def tenant(self) -> str:
+        return self.spec.tenant
+
     def result(self) -> Sampled:
         return Sampled(
             sequences=[self.finished[index] for index in range(self.spec.num_samples)],
             prompt_logprobs=self.prompt_logprobs.logprobs,
             topk_prompt=self.prompt_logprobs.topk,
-            targets=self.prompt_logprobs.targets,
+            targets=self.prompt_logprobs.packed_targets,
             alternatives=self.prompt_logprobs.alternatives,
             cache_hit_tokens=self.cache_hit_tokens,
             prompt_tokens=len(self.spec.prompt),
@@ -112,7 +120,8 @@ class DrawnToken(NamedTuple):
 
     token: int
     logprob: float
-    topk: list[tuple[int, float]] | None
+    topk: tuple[bytes, bytes] | None
+    """Tokens as int32 and log-probabilities as float32."""
 
 
 class Row:
@@ -130,7 +139,9 @@ class Row:
         self._stop_strings = sample.make_stop_strings() if sample.make_stop_strings else None
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.topk: list[list[tuple[int, float]]] | None = [] if sample.spec.topk_sample > 0 else None
+        self.wants_topk = sample.spec.topk_sample > 0
+        self._topk = (bytearray(), bytearray())
+        """The likeliest tokens at every position and their log-probabilities, packed."""
 
     @property
     def cached_tokens(self) -> int:
@@ -145,8 +156,9 @@ class Row:
         """Append a drawn token. Returns the stop reason if the sequence ends with it, else None."""
         self.tokens.append(drawn.token)
         self.logprobs.append(drawn.logprob)
-        if self.topk is not None and drawn.topk is not None:
-            self.topk.append(drawn.topk)
+        if drawn.topk is not None:
+            for packed, new in zip(self._topk, drawn.topk, strict=True):
+                packed += new
         self.token_sampler.record_token(drawn.token)
         has_stop_string = self._stop_strings is not None and self._stop_strings.add_token(drawn.token)
         if drawn.token in self.spec.stop_tokens or has_stop_string:
@@ -154,8 +166,12 @@ class Row:
         return "length" if len(self.tokens) >= self.sample.max_tokens else None
 
     def finish(self, reason: str) -> None:
+        topk, length = None, len(self.tokens)
+        if self.wants_topk:
+            tokens, logprobs = map(bytes, self._topk)
+            topk = TopkLogprobs.from_buffers(tokens, logprobs, length, len(tokens) // 4 // max(length, 1))
         self.sample.finished[self.index] = SequenceOutput(
-            tokens=self.tokens, logprobs=self.logprobs, stop_reason=reason, topk=self.topk
+            tokens=self.tokens, logprobs=self.logprobs, stop_reason=reason, topk=topk
         )
 
 
@@ -165,12 +181,14 @@ class DecodeBatch:
     Invariant: `rows[i]` is row i of the KV cache. Rows that read a shared prompt have only their own tokens there.
     """
 
-    def __init__(self, model: Model, decoder: Decoder, prefix_cache: PrefixCache) -> None:
+    def __init__(self, model: Model, decoder: Decoder, prefix_cache: PrefixCache, accounts: Accounts) -> None:
         self.model = model
+        self._accounts = accounts
         self._decoder = decoder
         self._prefix_cache = prefix_cache
         self._cache = KVCache()
-        self._prefilled_last = False
+        self.has_prefilled = False
+        """Whether the last step was one of prompts, so that sequences may be ready to start."""
         self.prefilling: deque[CachedPrompt] = deque()
         self._waiting: dict[CachedPrompt, list[ActiveSample]] = {}
         """The requests that wait for a prompt in `prefilling`."""
@@ -183,20 +201,26 @@ class DecodeBatch:
         return bool(self.prefilling or self.starting or self.rows)
 
     @property
-    def _prefilling_samples(self) -> list[ActiveSample]:
+    def prefilling_samples(self) -> list[ActiveSample]:
         return [sample for samples in self._waiting.values() for sample in samples]
 
     @property
     def samples(self) -> list[ActiveSample]:
         """All requests in the batch, each once."""
-        return list(dict.fromkeys([*self._prefilling_samples, *self.starting, *(row.sample for row in self.rows)]))
+        return list(dict.fromkeys([*self.prefilling_samples, *self.starting, *(row.sample for row in self.rows)]))
 
     @property
     def load(self) -> tuple[int, int]:
         """The number of rows, with those reserved for prompts, and the most tokens that any of them may reach."""
-        with_prompt = [*self._prefilling_samples, *self.starting]
-        lengths = [sample.max_length for sample in (*with_prompt, *(row.sample for row in self.rows))]
-        return len(self.rows) + sum(sample.extra_rows for sample in with_prompt), max(lengths, default=0)
+        reserved, longest = self.reserved
+        return len(self.rows) + reserved, max([longest, *(row.sample.max_length for row in self.rows)])
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """The same without the rows that run."""
+        with_prompt = [*self.prefilling_samples, *self.starting]
+        lengths = [sample.max_length for sample in with_prompt]
+        return sum(sample.extra_rows for sample in with_prompt), max(lengths, default=0)
 
     @property
     def cache_bytes(self) -> int:
@@ -222,12 +246,11 @@ class DecodeBatch:
             self.prefilling.append(sample.prompt)
         self._waiting.setdefault(sample.prompt, []).append(sample)
 
-    def step(self, free_rows: Callable[[ActiveSample], int]) -> list[Event]:
+    def step(self) -> list[Event]:
         """Prefill one chunk, or decode one token of every row; alternates if both have work."""
-        if self.prefilling and not (self.rows and self._prefilled_last):
-            self._prefilled_last = True
-            return self._prefill() + self.start_rows(free_rows)
-        self._prefilled_last = False
+        self.has_prefilled = bool(self.prefilling) and not (self.rows and self.has_prefilled)
+        if self.has_prefilled:
+            return self._prefill()
         return self._decode() if self.rows else []
 
     def drop(self, samples: Iterable[ActiveSample]) -> None:
@@ -276,14 +299,13 @@ class DecodeBatch:
 
     def _next_chunks(self) -> list[tuple[CachedPrompt, PromptChunk]]:
         """Return the next tokens of the first prompts in the queue, up to the size of a chunk together."""
-        chunks: list[tuple[CachedPrompt, PromptChunk]] = []
         budget = max(1, CHUNK_TOKENS // CHUNK_DIVISOR) if self.rows else CHUNK_TOKENS
-        for prompt in self.prefilling:
-            if budget <= 0:
-                break
-            tokens = prompt.tokens[prompt.prefilled : prompt.prefilled + budget]
-            chunks.append((prompt, PromptChunk(prompt.cache, prompt.prefilled, tokens, prompt.weights)))
-            budget -= len(tokens)
+        left = [(self._waiting[prompt][0].spec, len(prompt.tokens) - prompt.prefilled) for prompt in self.prefilling]
+        chunks: list[tuple[CachedPrompt, PromptChunk]] = []
+        for prompt, size in zip(self.prefilling, chunk_sizes(left, budget), strict=True):
+            if size:
+                tokens = prompt.tokens[prompt.prefilled : prompt.prefilled + size]
+                chunks.append((prompt, PromptChunk(prompt.cache, prompt.prefilled, tokens, prompt.weights)))
         return chunks
 
     def _complete_prompts(self, last_hidden: Mapping[CachedPrompt, Tensor]) -> None:
@@ -302,34 +324,27 @@ class DecodeBatch:
 
     def _fail_prompt(self, prompt: CachedPrompt, error: Exception) -> list[Event]:
         self.prefilling.remove(prompt)
-        return [(sample.number, as_fault(error, sample)) for sample in self._waiting.pop(prompt)]
+        return [(sample.number, as_fault(error, sample.spec)) for sample in self._waiting.pop(prompt)]
 
     def _unembed(self, weights: LoraWeights | None, hidden_ND: Tensor) -> Tensor:
         return self._decoder.logits(hidden_ND, [weights] * hidden_ND.shape[0])
 
     # Rows
 
-    def start_rows(self, free_rows: Callable[[ActiveSample], int]) -> list[Event]:
-        """Start as many sequences of complete prompts as there is room for, first come first served."""
+    def start_rows(self, counts: Mapping[ActiveSample, int]) -> list[Event]:
+        """Start so many sequences of each of these requests, whose prompts are complete."""
         events: list[Event] = []
-        while self.starting:
-            sample = self.starting[0]
-            # `free_rows` counts the rows that the sample has reserved as used. They are free for its own sequences, all
-            # of them if the last one starts: then the prompt is not needed any more. Otherwise one stays reserved for
-            # the prompt. An empty batch starts at least one row, so that it never stands still.
-            free = free_rows(sample) + sample.extra_rows
-            count = sample.unstarted if sample.unstarted <= free else max(free - 1, 0 if self.rows else 1)
-            if count == 0 and sample.unstarted:
-                break
+        behind = sum(counts.values())
+        for sample, count in counts.items():
+            behind -= count
             if count == sample.unstarted:
-                self.starting.popleft()
+                self.starting.remove(sample)
             try:
                 # The cache grows once for all sequences that start now: those of the next samples are counted too.
-                behind = sum(queued.unstarted for queued in self.starting if queued is not sample)
-                events += self._start_rows_of(sample, count, max(min(behind, free - count), 0))
+                events += self._start_rows_of(sample, count, behind)
             except Exception as error:  # fails this request only
                 self.drop([sample])
-                events.append((sample.number, as_fault(error, sample)))
+                events.append((sample.number, as_fault(error, sample.spec)))
         return events
 
     def _start_rows_of(self, sample: ActiveSample, count: int, reserved_rows: int) -> list[Event]:
@@ -341,12 +356,14 @@ class DecodeBatch:
         if prompt is None or sample.max_tokens == 0:
             for row in rows:
                 row.finish("length")
+            self._settle(rows)
         elif rows:
             assert prompt.logits_1V is not None
             drawn = self._draw_tokens(prompt.logits_1V.expand(count, -1), rows)
             if None in drawn:
                 raise divergence_fault()
             events, ended = _add_tokens(rows, drawn)
+            self._settle(ended)
             self._add_rows([row for row in rows if row not in ended], sample, prompt, reserved_rows)
         if not sample.unstarted:
             sample.prompt = None
@@ -377,11 +394,15 @@ class DecodeBatch:
             hidden_BD = self._decoder.step(self._cache, [row.next_input() for row in self.rows])
             logits_BV = self._decoder.logits(hidden_BD, [row.sample.weights for row in self.rows])
             drawn = self._draw_tokens(logits_BV, self.rows)
-        except Exception as error:  # the batch may be too large for the memory: it continues without its last request
-            last = max((row.sample for row in self.rows), key=lambda sample: sample.number)
+        except Exception as error:  # the batch may be too large for the memory: it continues without one request
+            costs: dict[str, float] = {}
+            for row in self.rows:
+                costs[row.sample.tenant] = costs.get(row.sample.tenant, 0.0) + row.sample.weight
+            # The last one of the tenant that has the most: a newcomer with one row is not the cause.
+            last = max((row.sample for row in self.rows), key=lambda sample: (costs[sample.tenant], sample.number))
             self._cache.truncate(width)
             self.drop([last])
-            return [(last.number, as_fault(error, last))]
+            return [(last.number, as_fault(error, last.spec))]
         for row in self.rows:
             row.computed_tokens += 1
         diverged = {row.sample: None for row, token in zip(self.rows, drawn, strict=True) if token is None}
@@ -399,13 +420,15 @@ class DecodeBatch:
             logits_BV = torch.where(is_finite_B[:, None], logits_BV, 0.0)
         tokens = sample_next_tokens(logits_BV, [row.token_sampler for row in rows])
         logprobs = logprobs_BV.gather(1, torch.tensor(tokens, device=logits_BV.device)[:, None])[:, 0].tolist()
-        topk: dict[int, list[tuple[int, float]]] = {}
-        with_topk = [index for index, row in enumerate(rows) if row.topk is not None]
+        topk: dict[int, tuple[bytes, bytes]] = {}
+        with_topk = [index for index, row in enumerate(rows) if row.wants_topk]
         if with_topk:
             most = max(rows[index].spec.topk_sample for index in with_topk)
             values_NK, tokens_NK = rank_tokens(logprobs_BV[with_topk], most)
-            for index, pairs in zip(with_topk, token_logprob_pairs(tokens_NK, values_NK), strict=True):
-                topk[index] = pairs[: rows[index].spec.topk_sample]
+            arrays = (tokens_NK.int().cpu().numpy(), values_NK.float().cpu().numpy())
+            for index, tokens_K, values_K in zip(with_topk, *arrays, strict=True):
+                count = rows[index].spec.topk_sample
+                topk[index] = (tokens_K[:count].tobytes(), values_K[:count].tobytes())
         return [
             DrawnToken(token, logprob, topk.get(index)) if is_finite else None
             for index, (token, logprob, is_finite) in enumerate(
@@ -417,11 +440,17 @@ class DecodeBatch:
         """Remove rows from the batch and from its cache, keeping both in the same order."""
         if not removed:
             return
+        self._settle(removed)
         indices = [index for index, row in enumerate(self.rows) if row in removed]
         order = self._cache.remove_rows(indices, [row.cached_tokens for row in self.rows])
         self.rows = [self.rows[index] for index in order]
         if not self.rows:
             self._cache = KVCache()
+
+    def _settle(self, ended: Iterable[Row]) -> None:
+        for row in ended:
+            tokens, sample = len(row.tokens), row.sample
+            self._accounts.settle(sample.tenant, tokens, tokens * sample.weight - sample.charged)
 
 
 def _add_tokens(rows: Sequence[Row], drawn: Sequence[DrawnToken | None]) -> tuple[list[Event], list[Row]]:
@@ -444,24 +473,3 @@ def _results(samples: Iterable[ActiveSample]) -> list[Event]:
     """Return the results of those requests whose sequences have all ended."""
     done = {sample: None for sample in samples if len(sample.finished) == sample.spec.num_samples}
     return [(sample.number, sample.result()) for sample in done]
-
-
-def as_fault(error: Exception, sample: ActiveSample) -> EngineFault:
-    """Return the error for the caller. The details go to the log."""
-    if isinstance(error, EngineFault):
-        return error
-    logger.error("sampling failed", exc_info=error)
-    size = (
-        f"a prompt of {len(sample.spec.prompt)} tokens, {sample.spec.num_samples} x {sample.max_tokens} tokens "
-        "requested"
-    )
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
-        return EngineFault(
-            f"The engine had not enough memory for this request ({size}). "
-            "Ask for fewer or shorter samples, or try again later.",
-            "server",
-        )
-    return EngineFault(
-        f"The engine failed at this request ({size}): {type(error).__name__}. The log of the service has the details.",
-        "server",
-    )

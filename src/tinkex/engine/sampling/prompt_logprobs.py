@@ -16,6 +16,8 @@ from torch import Tensor
 
 from tinkex.engine.contract import EngineFault, SampleSpec
 from tinkex.engine.sampling.next_token import inverse_cdf, rank_tokens, sum_dtype
+from tinkex.types.packed import pack_floats
+from tinkex.types.sampling import TopkLogprobs
 
 LOGITS_AT_ONCE = 1 << 23
 """Entries of [N, V] in memory at a time: 32 MB of float32."""
@@ -35,16 +37,34 @@ class PromptLogprobs:
         """The first requested entry of `logprobs` and `topk`."""
         self._random = random.Random(f"{spec.seed}:alternatives")
         self.logprobs: list[float | None] | None = [None] * size if spec.prompt_logprobs else None
-        self.topk: list[list[tuple[int, float]] | None] | None = [None] * size if spec.topk_prompt > 0 else None
         self.targets: list[list[float]] | None = None if spec.targets is None else [[] for _ in spec.targets]
-        self.alternatives: list[list[tuple[int, float]]] | None = (
-            [[] for _ in range(size - 1)] if spec.alt_k > 0 else None
-        )
+        self._topk = TokenMatrix(size)
+        self._alternatives = TokenMatrix(size - 1)
 
     @property
     def is_requested(self) -> bool:
         """Whether the request asks anything about its prompt."""
-        return any(results is not None for results in (self.logprobs, self.topk, self.targets, self.alternatives))
+        return self._needs_topk or self._needs_alternatives or self.logprobs is not None or self.targets is not None
+
+    @property
+    def topk(self) -> TopkLogprobs | None:
+        return self._topk.packed() if self._needs_topk else None
+
+    @property
+    def alternatives(self) -> TopkLogprobs | None:
+        return self._alternatives.packed() if self._needs_alternatives else None
+
+    @property
+    def packed_targets(self) -> bytes | None:
+        return None if self.targets is None else pack_floats([value for row in self.targets for value in row])
+
+    @property
+    def _needs_topk(self) -> bool:
+        return self._spec.topk_prompt > 0
+
+    @property
+    def _needs_alternatives(self) -> bool:
+        return self._spec.alt_k > 0
 
     def add_hidden(self, hidden_TD: Tensor, start: int, unembed: Callable[[Tensor], Tensor], vocab_size: int) -> None:
         """Compute the entries that the hidden states at prompt positions start, start + 1, … predict."""
@@ -58,9 +78,9 @@ class PromptLogprobs:
     def _needs_entry(self, entry: int) -> bool:
         if entry >= len(self._spec.prompt):
             return False  # the last position predicts the first token of the sample
-        if self.alternatives is not None:
+        if self._needs_alternatives:
             return True
-        if (self.logprobs is not None or self.topk is not None) and entry >= self._first:
+        if (self.logprobs is not None or self._needs_topk) and entry >= self._first:
             return True
         return self._spec.targets is not None and bool(self._spec.targets[entry - 1])
 
@@ -75,33 +95,47 @@ class PromptLogprobs:
             tokens = [self._spec.prompt[entries[row]] for row in rows]
             for row, logprob in zip(rows, _gather_logprobs(logits_NV, log_sum_N, rows, tokens), strict=True):
                 self.logprobs[entries[row]] = logprob
-        if self.topk is not None and rows:
+        if self._needs_topk and rows:
             values_NK, tokens_NK = rank_tokens(logits_NV[rows], self._spec.topk_prompt)
-            for row, pairs in zip(rows, token_logprob_pairs(tokens_NK, values_NK - log_sum_N[rows, None]), strict=True):
-                self.topk[entries[row]] = pairs
+            self._topk.set_rows([entries[row] for row in rows], tokens_NK, values_NK - log_sum_N[rows, None])
         if self.targets is not None and self._spec.targets is not None:
             requested = [(row, token) for row, entry in enumerate(entries) for token in self._spec.targets[entry - 1]]
             rows, tokens = [row for row, _ in requested], [token for _, token in requested]
             for row, logprob in zip(rows, _gather_logprobs(logits_NV, log_sum_N, rows, tokens), strict=True):
                 self.targets[entries[row] - 1].append(logprob)
-        if self.alternatives is not None:
-            for entry, pairs in zip(entries, self._draw_alternatives(logits_NV, log_sum_N), strict=True):
-                self.alternatives[entry - 1] = pairs
+        if self._needs_alternatives:
+            tokens_NK = self._draw_alternatives(logits_NV, log_sum_N)
+            logprobs_NK = logits_NV.gather(1, tokens_NK) - log_sum_N[:, None]
+            self._alternatives.set_rows([entry - 1 for entry in entries], tokens_NK, logprobs_NK)
 
-    def _draw_alternatives(self, logits_NV: Tensor, log_sum_N: Tensor) -> list[list[tuple[int, float]]]:
+    def _draw_alternatives(self, logits_NV: Tensor, log_sum_N: Tensor) -> Tensor:
         count, device = self._spec.alt_k, logits_NV.device
         uniforms = [[self._random.random() for _ in range(count)] for _ in range(logits_NV.shape[0])]
         uniforms_NK = torch.tensor(uniforms, dtype=sum_dtype(device), device=device)
-        tokens_NK = inverse_cdf((logits_NV - log_sum_N[:, None]).exp_(), uniforms_NK)
-        return token_logprob_pairs(tokens_NK, logits_NV.gather(1, tokens_NK) - log_sum_N[:, None])
+        return inverse_cdf((logits_NV - log_sum_N[:, None]).exp_(), uniforms_NK)
 
 
-def token_logprob_pairs(tokens_NK: Tensor, logprobs_NK: Tensor) -> list[list[tuple[int, float]]]:
-    """Return a list of (token, log-probability) for every row."""
-    return [
-        list(zip(tokens, logprobs, strict=True))
-        for tokens, logprobs in zip(tokens_NK.tolist(), logprobs_NK.tolist(), strict=True)
-    ]
+class TokenMatrix:
+    """Tokens and their log-probabilities at every position, which fill up row by row; fillers where there is none."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._tokens_TK: Tensor | None = None
+        self._logprobs_TK: Tensor | None = None
+
+    def set_rows(self, rows: list[int], tokens_NK: Tensor, logprobs_NK: Tensor) -> None:
+        if self._tokens_TK is None or self._logprobs_TK is None:  # not before: a request that waits takes no memory
+            shape = (self._length, tokens_NK.shape[1])
+            self._tokens_TK = torch.zeros(shape, dtype=torch.int32)
+            self._logprobs_TK = torch.full(shape, TopkLogprobs.FILLER)
+        self._tokens_TK[rows] = tokens_NK.int().cpu()
+        self._logprobs_TK[rows] = logprobs_NK.float().cpu()
+
+    def packed(self) -> TopkLogprobs:
+        if self._tokens_TK is None or self._logprobs_TK is None:
+            return TopkLogprobs.from_buffers(b"", b"", self._length, 0)
+        tokens, logprobs = self._tokens_TK.numpy().tobytes(), self._logprobs_TK.numpy().tobytes()
+        return TopkLogprobs.from_buffers(tokens, logprobs, *self._tokens_TK.shape)
 
 
 def divergence_fault() -> EngineFault:

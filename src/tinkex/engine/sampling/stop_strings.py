@@ -28,7 +28,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._strings = strings
+        self._groups = _by_size(strings)
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
         self._decoded = len(self._tokens)
         """How many of them are text already; the rest waits for the bytes of its last character."""
@@ -40,13 +40,27 @@ class StopStrings:
         """Return whether a stop string is complete with this token (it may end inside the token's text)."""
         self._tokens.append(token)
         text = self._new_text()
-        # The last character may still be incomplete.
-        if any(string in self._tail + text.rstrip(REPLACEMENT) for string in self._strings):
+        is_whole = not text.endswith(REPLACEMENT) or len(self._tokens) - self._decoded >= MAX_WAITING_TOKENS
+        # Else the last character is still incomplete.
+        if self._has_stop_string(text if is_whole else text.rstrip(REPLACEMENT)):
             return True
-        if not text.endswith(REPLACEMENT) or len(self._tokens) - self._decoded >= MAX_WAITING_TOKENS:
+        if is_whole:
             self._tail = (self._tail + text)[-self._longest :]
             self._tokens = self._tokens[-CONTEXT_TOKENS:]
             self._decoded = len(self._tokens)
+        return False
+
+    def _has_stop_string(self, text: str) -> bool:
+        """Return whether a stop string ends in this text, which follows the tail.
+
+        Each string is looked for where it can newly be, and a little before. In the whole tail, which is as long as the
+        longest string, 255 short strings beside a long one took 3 ms per token.
+        """
+        recent = self._tail + text
+        for size, strings in self._groups:
+            end = recent[-(size + len(text)) :]
+            if any(string in end for string in strings):
+                return True
         return False
 
     def _new_text(self) -> str:
@@ -58,6 +72,14 @@ class StopStrings:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _by_size(strings: Sequence[str]) -> list[tuple[int, list[str]]]:
+    """Group strings of about the same length. Returns a size that none in the group reaches, at most twice as large."""
+    groups: dict[int, list[str]] = {}
+    for string in strings:
+        groups.setdefault(1 << len(string).bit_length(), []).append(string)
+    return list(groups.items())
 
 
 def load_tokenizer(folder: str, name: str) -> Tokenizer:

@@ -21,8 +21,8 @@ from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training.losses import Config, Loss, find_loss, read_config
 from tinkex.engine.training.runner import Item
 from tinkex.rules import losses as rules
-from tinkex.rules.limits import MAX_TARGETS, check_length, unknown_token_error
 from tinkex.rules.losses import place
+from tinkex.rules.ranges import MAX_TARGETS, check_length, unknown_token_error
 
 _DTYPES = {"int64": ("<i8", np.int64), "float32": ("<f4", np.float32)}
 
@@ -108,6 +108,7 @@ def _add_default_inputs(
 def _check_targets(targets: Tensor, length: int, path: str, loss: Loss, model: Model) -> None:
     checked(rules.check_target_dtype, path, str(targets.dtype).removeprefix("torch."))
     checked(rules.check_target_shape, path, targets.shape, length, loss.name)
+    checked(rules.check_targets_per_position, path, targets.shape, model.info.name, model.vocab_size)
     _check_tokens(targets, path, model)
 
 

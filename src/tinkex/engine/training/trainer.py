@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tinkex.clock import REAL
+from tinkex.engine import heap
 from tinkex.engine.adapters import checkpoint, optimizer
 from tinkex.engine.adapters.adapter import Adapter
-from tinkex.engine.contract import EngineFault, LoraSpec
+from tinkex.engine.contract import EngineFault, LoraSpec, OutOfMemory, is_out_of_memory
 from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training import datum_tensors
@@ -130,6 +131,7 @@ class Trainer:
                 self.adapters[name] = checkpoint.restore(Path(head["folder"]), self._base_model)
             case "drop":
                 self.adapters.pop(name, None)
+                heap.trim()
             case "snapshot":
                 return Frame({"size_bytes": checkpoint.snapshot(self._adapter(name), Path(head["folder"]))})
             case "save":
@@ -137,8 +139,16 @@ class Trainer:
                     self._adapter(name), Path(head["folder"]), with_optimizer=bool(head["with_optimizer"])
                 )
                 return Frame({"files": files, "size_bytes": sum(entry["size_bytes"] for entry in files.values())})
+            case "size":
+                size = checkpoint.expected_bytes(self._adapter(name), with_optimizer=bool(head["with_optimizer"]))
+                return Frame({"size_bytes": size})
             case "load":
-                checkpoint.load(self._adapter(name), Path(head["folder"]), with_optimizer=bool(head["with_optimizer"]))
+                checkpoint.load(
+                    self._adapter(name),
+                    Path(head["folder"]),
+                    with_optimizer=bool(head["with_optimizer"]),
+                    is_upload=bool(head.get("is_upload")),
+                )
             case op:
                 raise EngineFault(f"The engine knows no operation {op!r}.", "server")
         return Frame({})
@@ -207,8 +217,8 @@ class Trainer:
             return []
         (culprit,) = failed
         self._passes.remove(culprit)
-        if _is_out_of_memory(error):
-            error = EngineFault(
+        if is_out_of_memory(error):
+            error = OutOfMemory(
                 f"Out of memory in a pass over {len(culprit.items)} datums, the longest of "
                 f"{max(item.length for item in culprit.items)} tokens; nothing of it was added. Send shorter datums, "
                 "or start the server with a smaller --max-batch-tokens.",
@@ -246,12 +256,6 @@ def _run_together(steps: Sequence[WaitingStep], *, may_retry: bool = True) -> li
         for step in undone.values():
             replies += _run_together([step], may_retry=False) if may_retry else [(step.number, error)]
     return replies
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _lora_spec(head: Mapping[str, Any]) -> LoraSpec:

@@ -11,11 +11,13 @@ import { onState } from "./state.js";
 const PAGE = 20;
 const EVERY_MS = 1500;
 const SPARKLINE_STEPS = 200;
+const USUAL_MODEL = "smollm2-135m";
 const histories = new Map();
 
 export function runsPage(main) {
   let offset = 0;
-  let model = "smollm2-135m";
+  let isEmpty = false;
+  let model = null; // unknown until the first state: lines with another model would be copied and fail
   const rows = h("tbody");
   const pages = pager((to) => {
     offset = to;
@@ -31,15 +33,19 @@ export function runsPage(main) {
   const waiting = h("p", { class: "muted", role: "status" }, "Loading…");
   main.append(heading("Runs"), waiting, list, empty);
 
+  const show = () => {
+    list.hidden = isEmpty;
+    empty.hidden = !isEmpty || model === null;
+    waiting.hidden = !(list.hidden && empty.hidden);
+    if (!empty.hidden) teach(empty, model);
+  };
   const polling = poll(
     async (signal) => {
       const answer = await get("api/v1/training_runs", { query: { offset, limit: PAGE }, signal });
       const runs = answer.training_runs;
       const draw = () => keyed(rows, runs, (run) => run.training_run_id, makeRow);
-      waiting.hidden = true;
-      list.hidden = answer.cursor.total_count === 0;
-      empty.hidden = !list.hidden;
-      if (list.hidden) teach(empty, model);
+      isEmpty = answer.cursor.total_count === 0;
+      show();
       pages.show(answer.cursor);
       draw();
       for (const run of runs) if (await refresh(run, signal)) draw();
@@ -48,7 +54,8 @@ export function runsPage(main) {
     (problem) => main.append(notice(problem.message)),
   );
   const quiet = onState((state) => {
-    model = state.models[0] ?? model;
+    model = state.models[0] ?? USUAL_MODEL;
+    if (isEmpty) show();
   });
   return () => {
     polling.stop();

@@ -7,9 +7,11 @@ Others import:
     fields         the fields of a JSON body
     errors         errors as HTTP responses
     access         API keys and the tenant of a request
+    protocol       connections: how many, and how long they may take
     views          records as the JSON that clients read
     downloads      files and archives with ranges and checksums
     event_stream   server-sent events
+    large_response large responses in pieces
     links          signed links to files
     metrics        counters for Prometheus
 """

@@ -6,6 +6,7 @@ logged. A service without keys, which is allowed on loopback only, has one tenan
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable, Collection, Iterable
 from urllib.parse import urlsplit
@@ -15,11 +16,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkex.clock import Clock
 from tinkex.server.http.errors import RequestRejected, bad_request, error_response
+from tinkex.server.http.rejected_keys import RejectedKeys
+from tinkex.server.limits.ledger import Ledger
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig, is_loopback_host
 from tinkex.store.keys import hash_key
 from tinkex.store.records import KeyRecord
 from tinkex.store.store import Store
+from tinkex.wire import endpoints
 
 LOCAL_TENANT = "local"
 CACHE_S = 3.0
@@ -27,33 +31,50 @@ CACHE_S = 3.0
 _MAX_CACHED_KEYS = 4096
 """Keys that do not exist are cached too; somebody who guesses keys must not fill the memory."""
 _MAX_KEY_CHARACTERS = 512
+_MAX_LOOKUPS = 500
+"""Keys that one query looks up."""
 _PATHS_WITH_KEY = ("/api/v1/", "/v1/", "/oai/api/v1/")
 _OPENAI_PATHS = ("/v1/", "/oai/")
 _PATHS_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/files/")
 """Load balancers ask for health without a key; links to files carry their own signature."""
+_POLLS = frozenset(
+    endpoint.path for endpoint in (endpoints.RETRIEVE_FUTURE, endpoints.RETRIEVE_FUTURES, endpoints.SESSION_HEARTBEAT)
+)
 
 
 class AccessControl:
     def __init__(self, config: ServeConfig, store: Store, db: Db, clock: Clock) -> None:
         self._store, self._db, self._clock = store, db, clock
+        self.rejected_keys = RejectedKeys(clock)
         # One tenant per key, with a name that survives restarts and reveals no key.
         self._configured = {digest: f"key-{digest[:12]}" for digest in map(hash_key, config.api_keys)}
         self._may_be_open = is_loopback_host(config.host)
         self._has_keys = bool(self._configured)
         self._own_hosts = {config.host, (urlsplit(config.public_url or "").hostname or config.host).lower()}
+        self._public_origin = _authority_of(config.public_url or "")
         self._counted_at: float | None = None
         self._cache: dict[str, tuple[KeyRecord | None, float]] = {}
         """Hash → the key if there is one, and until when that is believed."""
+        self._lookups: dict[str, asyncio.Future[KeyRecord | None]] = {}
+        """Hash → the future of the key, for hashes that the next query will look up."""
+        self._lookup_task: asyncio.Task[None] | None = None
 
-    async def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Return the tenant of a request, or raise 401.
+    async def admit(self, scope: Scope) -> str:
+        """Return the tenant of a request, or raise 401, which is counted.
 
         A service without keys raises 403 for a request that a web page from elsewhere made a browser send.
         """
+        headers = scope["headers"]
         if not await self.uses_keys():
-            check_local(headers, self._own_hosts)
+            check_local(headers, self._own_hosts, self._public_origin)
             return LOCAL_TENANT
-        return await self.tenant(api_key_in(headers))
+        key = api_key_in(headers)
+        try:
+            return await self.tenant(key)
+        except RequestRejected:
+            address = scope["client"][0] if scope.get("client") else ""
+            self.rejected_keys.note(has_key=bool(key), address=address)
+            raise
 
     async def tenant(self, key: str | None) -> str:
         """Return the tenant that owns the key. Raises 401 for a key that is missing, unknown or revoked."""
@@ -111,7 +132,7 @@ class AccessControl:
         now = self._clock.now()
         key, until = self._cache.get(digest, (None, now))
         if until <= now:
-            key = await self._db(self._store.get_key_by_hash, digest)
+            key = await self._look_up(digest)
             if key is not None and (key.revoked_at is not None or not hmac.compare_digest(key.sha256, digest)):
                 key = None
             if len(self._cache) >= _MAX_CACHED_KEYS:
@@ -119,19 +140,50 @@ class AccessControl:
             self._cache[digest] = key, now + CACHE_S
         return key
 
+    async def _look_up(self, digest: str) -> KeyRecord | None:
+        """Return the row of a key. All that wait share one query: guessed keys cannot fill the store's queue."""
+        if (waiting := self._lookups.get(digest)) is None:
+            waiting = self._lookups[digest] = asyncio.get_running_loop().create_future()
+        if self._lookup_task is None:
+            self._lookup_task = asyncio.create_task(self._run_lookups())
+        return await asyncio.shield(waiting)
+
+    async def _run_lookups(self) -> None:
+        try:
+            while self._lookups:
+                batch = {digest: self._lookups.pop(digest) for digest in list(self._lookups)[:_MAX_LOOKUPS]}
+                try:
+                    rows = {row.sha256: row for row in await self._db(self._store.get_keys_by_hash, list(batch))}
+                except Exception as error:  # an edge: every request that waits reports it
+                    for waiting in batch.values():
+                        waiting.set_exception(error)
+                else:
+                    for digest, waiting in batch.items():
+                        waiting.set_result(rows.get(digest))
+        finally:
+            self._lookup_task = None
+
 
 class AccessMiddleware:
-    """Sets `scope["state"]["tenant"]` for every path that needs a key, before the body is read."""
+    """Sets `scope["state"]["tenant"]` for every path that needs a key, before the body is read. Counts the request."""
 
     def __init__(
-        self, app: ASGIApp, access: AccessControl, openai_error_response: Callable[[Exception], Response]
+        self,
+        app: ASGIApp,
+        access: AccessControl,
+        ledger: Ledger,
+        openai_error_response: Callable[[Exception], Response],
     ) -> None:
-        self._app, self._access, self._openai_error_response = app, access, openai_error_response
+        self._app, self._access, self._ledger, self._openai_error_response = app, access, ledger, openai_error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_guarded(route_path(scope)):
             try:
-                tenant = await self._access.admit(scope["headers"])
+                tenant = await self._access.admit(scope)
+                if route_path(scope) in _POLLS:
+                    await self._ledger.pace_poll(tenant)
+                else:
+                    self._ledger.spend_request(tenant)
             except Exception as error:  # an edge: middleware runs outside the wrapper of the handlers
                 is_openai = route_path(scope).startswith(_OPENAI_PATHS)
                 response = self._openai_error_response(error) if is_openai else error_response(error)
@@ -141,20 +193,24 @@ class AccessMiddleware:
         await self._app(scope, receive, send)
 
 
-def check_local(headers: Iterable[tuple[bytes, bytes]], own_hosts: Collection[str]) -> None:
+Authority = tuple[str, int]
+"""Host and port of an address."""
+_SENDERS = (b"host", b"origin")
+
+
+def check_local(
+    headers: Iterable[tuple[bytes, bytes]], own_hosts: Collection[str], public_origin: Authority | None = None
+) -> None:
     """Raise 403 unless the request comes from a program on this machine. For a service without keys.
 
     A web page can make a browser on this machine send requests: directly to 127.0.0.1, which `Origin` shows, or to a
-    host name of the page's owner that resolves to 127.0.0.1, which `Host` shows.
+    host name of the page's owner that resolves to 127.0.0.1, which `Host` shows. Only the service's own pages may:
+    those of another port of this machine belong to another program, or to another user.
     """
-    for name, value in headers:
-        text = value.decode("latin-1")
-        if name == b"host":
-            host = _host_in(f"//{text}")
-        elif name == b"origin":
-            host = _host_in(text)
-        else:
-            continue
+    listed = list(headers)
+    hosts, origins = ([value.decode("latin-1") for name, value in listed if name == wanted] for wanted in _SENDERS)
+    for text in hosts:
+        host = _host_in(f"//{text}")
         if not is_loopback_host(host) and host not in own_hosts:
             raise RequestRejected(
                 403,
@@ -162,6 +218,23 @@ def check_local(headers: Iterable[tuple[bytes, bytes]], own_hosts: Collection[st
                 "name, start it with --public-url; better, create a key with `tinkex key create`.",
                 "not_local",
             )
+    for origin in origins:
+        scheme, own = origin.partition(":")[0], _authority_of(origin)
+        if own is None or own not in (public_origin, *(_authority_of(f"{scheme}://{host}") for host in hosts)):
+            raise RequestRejected(
+                403,
+                f"This service has no keys and takes requests of its own pages only, not of {origin[:100]!r}. If that "
+                "is its address, start it with --public-url; better, create a key with `tinkex key create`.",
+                "not_local",
+            )
+
+
+def _authority_of(address: str) -> Authority | None:
+    try:
+        parts = urlsplit(address)
+        return (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)) if parts.hostname else None
+    except ValueError:
+        return None
 
 
 def _host_in(address: str) -> str:

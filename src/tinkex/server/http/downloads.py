@@ -8,14 +8,16 @@ import functools
 import hashlib
 import re
 import tarfile
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from tinkex.server.upkeep.checksums import FileMark, mark_of
 from tinkex.store.records import CheckpointRecord
 
 ARCHIVE = "archive.tar"
@@ -28,6 +30,8 @@ class FilePiece(NamedTuple):
 
     content: bytes | Path
     size: int
+    mark: FileMark | None = None
+    """Of a file: which one, should another be written under its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,15 @@ class Download:
 
 
 def file_of(checkpoint: CheckpointRecord, folder: Path, name: str) -> Download:
-    """Return one file, with the checksum from when it was written. Raises FileNotFoundError if its size changed."""
-    about = checkpoint.files[name]
-    return Download((_piece(folder / name, about),), str(about["sha256"]))
+    """Return one file, with the checksum from when it was written."""
+    return Download((_piece(folder / name),), str(checkpoint.files[name]["sha256"]))
 
 
 def archive_of(checkpoint: CheckpointRecord, folder: Path) -> Download:
     """Return all files as a tar. Blocks: the first checksum reads all files."""
     pieces: list[FilePiece] = []
-    for name, about in sorted(checkpoint.files.items()):
-        piece = _piece(folder / name, about)
+    for name in sorted(checkpoint.files):
+        piece = _piece(folder / name)
         member = tarfile.TarInfo(name)
         member.size, member.mtime, member.mode = piece.size, int(checkpoint.created_at), 0o644
         header = member.tobuf(tarfile.GNU_FORMAT)
@@ -64,8 +67,23 @@ def archive_of(checkpoint: CheckpointRecord, folder: Path) -> Download:
     return Download(whole, _sha256(whole), "application/x-tar")
 
 
-def respond(request: Request, download: Download, name: str) -> Response:
-    """Return the whole download, the requested range, or 416. A request for several ranges gets the whole."""
+class DownloadResponse(StreamingResponse):
+    """A download that is being sent. `on_end` is called when it was sent, or its client has left."""
+
+    on_end: Callable[[], None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.on_end()
+
+
+def respond(request: Request, download: Download, name: str, on_end: Callable[[], None]) -> Response:
+    """Return the whole download, the requested range, or 416. A request for several ranges gets the whole.
+
+    `on_end` is called once its files are not read any more.
+    """
     digest = bytes.fromhex(download.sha256)
     headers = {
         "etag": f'"{download.sha256}"',
@@ -80,14 +98,18 @@ def respond(request: Request, download: Download, name: str) -> Response:
     if span is None:
         first, last, status = 0, download.size - 1, 200
     elif span[0] > span[1]:
+        on_end()
         return Response(status_code=416, headers={**headers, "content-range": f"bytes */{download.size}"})
     else:
         (first, last), status = span, 206
         headers["content-range"] = f"bytes {first}-{last}/{download.size}"
     headers["content-length"] = str(last - first + 1)
     if request.method == "HEAD":
+        on_end()
         return Response(status_code=status, headers=headers, media_type=download.media_type)
-    return StreamingResponse(_read_range(download.pieces, first, last), status, headers, download.media_type)
+    response = DownloadResponse(_read_range(download.pieces, first, last), status, headers, download.media_type)
+    response.on_end = on_end
+    return response
 
 
 def parse_range(header: str | None, if_range: str | None, etag: str, size: int) -> tuple[int, int] | None:
@@ -103,10 +125,9 @@ def parse_range(header: str | None, if_range: str | None, etag: str, size: int) 
     return first, min(int(match[2] or size), size - 1)
 
 
-def _piece(file: Path, about: Mapping[str, Any]) -> FilePiece:
-    if file.stat().st_size != about["size_bytes"]:
-        raise FileNotFoundError(file.name)
-    return FilePiece(file, int(about["size_bytes"]))
+def _piece(file: Path) -> FilePiece:
+    mark = mark_of(file)
+    return FilePiece(file, mark.size, mark)
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,9 @@ import orjson
 from starlette.responses import Response
 
 from tinkex.errors import ValidationError
-from tinkex.store.errors import DiskFull, Unavailable
+from tinkex.server.upkeep.checksums import DamagedCheckpoint
+from tinkex.store.disk import is_full
+from tinkex.store.errors import BucketAway, DamagedBlob, DiskFull, HomeLost, LeaseLost, Unavailable
 
 logger = logging.getLogger("tinkex.server")
 
@@ -54,8 +56,16 @@ def as_rejected(error: Exception) -> RequestRejected:
             return error
         case ValidationError():
             return bad_request(str(error), error.code)
-        case DiskFull() | Unavailable():
+        case DiskFull() | Unavailable() | BucketAway() | LeaseLost():
             return RequestRejected(503, str(error), "store_unavailable", "server", {"retry-after": "5"})
+        case HomeLost():
+            return RequestRejected(503, str(error), "not_at_home", "server", {"retry-after": "1"})
+        case DamagedCheckpoint() | DamagedBlob():
+            logger.error("%s", error)
+            # Another attempt would read the same bytes.
+            return RequestRejected(500, str(error), "damaged_checkpoint", "server", {"x-should-retry": "false"})
+    if is_full(error):  # a file, not a row
+        return as_rejected(DiskFull())
     logger.error("a request failed", exc_info=error)
     return RequestRejected(500, "The service failed to process this request; its log says why.", "internal", "server")
 

@@ -9,6 +9,7 @@ from typing import Final
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tinkex.server.http.large_response import in_pieces
 from tinkex.wire import sse
 
 FIRST_EVENT_S: Final = 0.5
@@ -17,8 +18,12 @@ KEEP_ALIVE_S: Final = 15.0
 """After so long without an event a comment is sent, so that proxies do not close the connection."""
 
 
+Event = bytes | AsyncIterator[bytes]
+"""An encoded event, or the blocks of a large one."""
+
+
 async def open_event_stream(
-    events: AsyncGenerator[bytes, None], encode_error: Callable[[Exception], bytes]
+    events: AsyncGenerator[Event, None], encode_error: Callable[[Exception], bytes]
 ) -> StreamingResponse:
     """Wait briefly for the first event, then return the response that sends all of them.
 
@@ -42,8 +47,8 @@ class _EventStream(StreamingResponse):
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
-        first: asyncio.Future[bytes],
+        events: AsyncGenerator[Event, None],
+        first: asyncio.Future[Event],
         encode_error: Callable[[Exception], bytes],
     ) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -52,21 +57,31 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, in_pieces(send))
         finally:
             await self.close()
 
     async def _send_all(self) -> AsyncIterator[bytes]:
+        is_whole = True
         try:
             while True:
                 # `wait` and not `wait_for`, which would cancel the generator when the time is up.
                 while not (await asyncio.wait([self._next], timeout=KEEP_ALIVE_S))[0]:
                     yield sse.comment("keep-alive")
-                yield self._next.result()
+                event = self._next.result()
+                if isinstance(event, bytes):
+                    yield event
+                else:
+                    is_whole = False
+                    async for block in event:  # nothing may come between them
+                        yield block
+                    is_whole = True
                 self._next = asyncio.ensure_future(anext(self._events))
         except StopAsyncIteration:
             return
         except Exception as error:  # an edge: the status is sent already
+            if not is_whole:
+                raise  # the connection ends: words inside of an event would be taken for a part of it
             yield self._encode_error(error)
 
     async def close(self) -> None:

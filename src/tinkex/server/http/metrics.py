@@ -11,6 +11,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
+from tinkex.settings import LIMITS
+
 MAX_NAMED_TENANTS: Final = 50
 OTHER_TENANTS: Final = "other"
 
@@ -44,14 +46,30 @@ class Metrics:
         )
         self._checkpoints = gauge("tinkex_checkpoints", "Checkpoints that are stored.")
         self._checkpoint_bytes = gauge("tinkex_checkpoint_bytes", "Bytes of those checkpoints.")
-        self._stalls = counter("tinkex_loop_stalls", "Times that the event loop was blocked for 50 ms or more.")
-        self._longest_stall = gauge("tinkex_loop_longest_stall_seconds", "The longest of those times.")
+        self._stalls = counter(
+            "tinkex_loop_stalls",
+            "Times that the event loop was blocked for 50 ms or more: by code, or waiting for a core, a lock, a disk.",
+            ["cause"],
+        )
+        self._longest_stall = gauge("tinkex_loop_longest_stall_seconds", "The longest of those times.", ["cause"])
+        self._longest_s: dict[str, float] = {}
+        self._limits = counter("tinkex_limit_rejections", "Requests that a limit rejected.", ["limit"])
+        for cause in ("code", "waiting"):
+            self._stalls.labels(cause)
+            self._longest_stall.labels(cause).set(self._longest_s.setdefault(cause, 0.0))
+        for limit in LIMITS:  # a series from the start: a rate needs the zero before the first rejection
+            self._limits.labels(limit.setting.name)
         ProcessCollector(namespace="tinkex_server", registry=registry)
 
-    def stall(self, longest_s: float) -> None:
-        """Count that the event loop was blocked. `longest_s` is the longest time so far."""
-        self._stalls.inc()
-        self._longest_stall.set(longest_s)
+    def stall(self, cause: str, seconds: float) -> None:
+        """Count that the event loop was blocked for so long."""
+        self._stalls.labels(cause).inc()
+        self._longest_s[cause] = max(self._longest_s[cause], seconds)
+        self._longest_stall.labels(cause).set(self._longest_s[cause])
+
+    def limit_rejection(self, limit: str) -> None:
+        """Count that a limit, named by its setting, rejected something."""
+        self._limits.labels(limit).inc()
 
     def request(self, endpoint: str, status: int, seconds: float, tenant: str | None = None) -> None:
         """Count an HTTP request that got its response. `endpoint` is a name from the table of routes, never a path."""

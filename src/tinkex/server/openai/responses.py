@@ -119,7 +119,7 @@ class CompletionBuilder:
         for index, sequence in enumerate(event.sequences):
             choice = self._choices[first + index]
             if choice.wants_tokens:
-                self._sampled_tokens += len(sequence.tokens)
+                self._sampled_tokens += sequence.length
             pieces.append(choice.finish(event, index))
         return pieces
 
@@ -191,7 +191,7 @@ class _Choice:
         text, finish_reason = self._echo(), "length"
         if self.wants_tokens:
             rest = slice(self._seen, None)
-            top = None if sequence.topk is None else sequence.topk[rest]
+            top = None if sequence.topk is None else [row or () for row in sequence.topk.to_lists()[rest]]
             text += self._take(sequence.tokens[rest], sequence.logprobs[rest], top) + self._text.finish()
             if sequence.stop_reason == "stop" or self._text.is_stopped:
                 finish_reason = "stop"
@@ -224,7 +224,8 @@ def prompt_logprob_entries(tokenizer: ModelTokenizer, prompt: RenderedPrompt, sa
     """Return the entries of an echoed prompt. The first token has no log-probability: nothing comes before it."""
     text, entries = TextUntilStop(Detokenizer(tokenizer), ()), []
     logprobs = sampled.prompt_logprobs or [None] * len(prompt.tokens)
-    tops = sampled.topk_prompt or [None] * len(prompt.tokens)
+    ranked = None if sampled.topk_prompt is None else sampled.topk_prompt.to_lists()
+    tops = ranked or [None] * len(prompt.tokens)
     for token, logprob, top in zip(prompt.tokens, logprobs, tops, strict=True):
         entries.append(LogprobEntry(token, logprob, top or (), min(text.offset, len(prompt.echo or ""))))
         text.push(token)

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from tinkex.engine.contract import Sampled, SampleEvent, SampleSpec
 from tinkex.server.http.errors import RequestRejected, json_response
 from tinkex.server.http.event_stream import open_event_stream
-from tinkex.server.http.requests import ApiRequest, guarded
+from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest, guarded
 from tinkex.server.openai.errors import error_body, openai_error_response, rejection_of
 from tinkex.server.openai.requests import (
     Chat,
@@ -36,6 +36,7 @@ from tinkex.server.openai.responses import (
     TextPiece,
 )
 from tinkex.server.sampling.sample_queue import SampleTarget
+from tinkex.server.sampling.sample_spec import check_limits
 from tinkex.server.sampling.tokenizer_cache import ModelTokenizer
 from tinkex.server.service import Service
 from tinkex.wire import sse
@@ -43,6 +44,8 @@ from tinkex.wire import sse
 MAX_PROMPTS_AT_ONCE: Final = 16
 """Prompts of one request that are sampled at the same time, so that a long list does not fill the queue by itself."""
 MAX_LISTED_CHECKPOINTS: Final = 1000
+NAMED_VALUE_COST: Final = 8
+"""A log-probability takes about 8 times as much memory with the text and the bytes of its token."""
 
 
 # ── Handlers
@@ -141,17 +144,18 @@ async def _sample_prompts(service: Service, job: CompletionJob) -> AsyncGenerato
 
     Closing the generator cancels what is not finished. The first error of any prompt is raised.
     """
-    events: asyncio.Queue[tuple[int, SampleEvent] | Exception] = asyncio.Queue()
-    slots = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
+    # One at a time: what a client does not read stays in the buffers of `Sampling.run`, which are bounded.
+    events: asyncio.Queue[tuple[int, SampleEvent] | Exception] = asyncio.Queue(1)
+    slots, streams = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE), min(len(job.specs), MAX_PROMPTS_AT_ONCE)
 
     async def sample(index: int, spec: SampleSpec) -> None:
         try:
-            samples = service.sampling.run(job.tenant, job.target, spec)
+            samples = service.sampling.run(job.tenant, job.target, spec, streams)
             async with slots, aclosing(samples) as stream:  # type: ignore[type-var]
                 async for event in stream:
-                    events.put_nowait((index, event))
+                    await events.put((index, event))
         except Exception as error:  # raised below, to the reader of the events
-            events.put_nowait(error)
+            await events.put(error)
 
     tasks = [asyncio.create_task(sample(index, spec)) for index, spec in enumerate(job.specs)]
     unfinished = len(tasks)
@@ -184,6 +188,11 @@ async def _respond(
         tokenizer = service.tokenizers.load(target.info.name)
         prompts = render(tokenizer)
         seeds = seeds_of(options.seed, len(prompts))
+        specs = [
+            spec_of(options, target.info, target.weights, prompt.tokens, seed, is_echoed=prompt.echo is not None)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        check_limits(specs, service.ledger, 1 if options.top_logprobs is None else NAMED_VALUE_COST)
         return CompletionJob(
             id=f"{'cmpl' if style == 'completion' else 'chatcmpl'}-{uuid4().hex}",
             created=int(service.clock.wall()),
@@ -192,10 +201,7 @@ async def _respond(
             options=options,
             target=target,
             builder=CompletionBuilder(style, options, tokenizer, prompts),
-            specs=[
-                spec_of(options, target.info, target.weights, prompt.tokens, seed, is_echoed=prompt.echo is not None)
-                for prompt, seed in zip(prompts, seeds, strict=True)
-            ],
+            specs=specs,
         )
 
     job = await asyncio.to_thread(prepare)
@@ -232,7 +238,8 @@ def _whole_response(events: Sequence[tuple[int, SampleEvent]], job: CompletionJo
     for index, event in events:
         for piece in job.builder.feed(index, event):
             pieces.setdefault(piece.index, []).append(piece)
-    choices = [job.builder.whole_choice(pieces[index]) for index in sorted(pieces)]
+    # Each choice by itself: encoding holds the interpreter, and the lists of a choice are gone before the next.
+    choices = [orjson.Fragment(orjson.dumps(job.builder.whole_choice(pieces.pop(index)))) for index in sorted(pieces)]
     kind = "text_completion" if job.style == "completion" else "chat.completion"
     return json_response({**_head(job, kind), "choices": choices, "usage": job.builder.usage})
 
@@ -245,12 +252,20 @@ async def _stream(service: Service, job: CompletionJob) -> AsyncGenerator[bytes,
     head = _head(job, "text_completion" if job.style == "completion" else "chat.completion.chunk")
     no_usage = {"usage": None} if job.options.with_usage else {}
     begun: set[int] = set()
+
+    def encode(index: int, event: SampleEvent) -> list[bytes]:
+        contents = []
+        for piece in job.builder.feed(index, event):
+            choice = job.builder.chunk_choice(piece, piece.index not in begun)
+            begun.add(piece.index)
+            contents.append(_event({**head, "choices": [choice], **no_usage}))
+        return contents
+
     async with aclosing(_sample_prompts(service, job)) as events:
         async for index, event in events:
-            for piece in job.builder.feed(index, event):
-                choice = job.builder.chunk_choice(piece, piece.index not in begun)
-                begun.add(piece.index)
-                yield _event({**head, "choices": [choice], **no_usage})
+            is_large = isinstance(event, Sampled) and event.nbytes > IN_THREAD_BYTES
+            for content in await asyncio.to_thread(encode, index, event) if is_large else encode(index, event):
+                yield content
     if job.options.with_usage:
         yield _event({**head, "choices": [], "usage": job.builder.usage})
     yield sse.encode("", "[DONE]")

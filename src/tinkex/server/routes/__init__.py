@@ -3,5 +3,6 @@
 Others import:
     table     api_routes: the routes of the API, from the table of all handlers
     console   the web page
+    health    /livez and /readyz
     metrics   /metrics with its gauges
 """

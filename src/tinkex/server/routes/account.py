@@ -7,11 +7,12 @@ import datetime as dt
 from starlette.responses import Response
 
 from tinkex._version import __version__
-from tinkex.rules import limits
+from tinkex.rules import ranges
 from tinkex.server.http import views
 from tinkex.server.http.access import api_key_in
-from tinkex.server.http.errors import RequestRejected, bad_request, json_response
+from tinkex.server.http.errors import bad_request, json_response
 from tinkex.server.http.requests import ApiRequest
+from tinkex.server.routes.health import readyz
 from tinkex.server.routes.runs import checkpoints_in_project
 from tinkex.store.records import AuditEntry
 from tinkex.store.store import Store
@@ -33,7 +34,7 @@ async def client_config(request: ApiRequest) -> Response:
             "proto_compress_fwdbwd": False,
             "pjwt_auth_enabled": False,
             "sample_use_retrieve_futures": SAMPLE_USE_RETRIEVE_FUTURES,
-            "fwdbwd_max_chunk_len": limits.MAX_DATUMS,
+            "fwdbwd_max_chunk_len": ranges.MAX_DATUMS,
             "fwdbwd_max_chunk_bytes_count": min(FWDBWD_MAX_CHUNK_BYTES, config.max_body_bytes // 2),
             "sample_max_concurrent_requests": min(SAMPLE_MAX_CONCURRENT, config.max_queued_samples),
             "tinkex": {"version": __version__, "stream": True, "tokenizers": True},
@@ -55,13 +56,8 @@ async def auth_token(request: ApiRequest) -> Response:
 
 
 async def healthz(request: ApiRequest) -> Response:
-    """Return 200 only if the service can work, for load balancers and for people who wait; otherwise 503."""
-    service = request.service
-    state = service.engine.state
-    detail = (state.reason or "The engine is starting.") if not state.is_ready else service.worker.pause_reason
-    if detail:
-        raise RequestRejected(503, detail, "not_ready", "server", {"retry-after": "1"})
-    return json_response({"status": "ok"})
+    """Return 200 only if the service can work, for clients; otherwise 503. `/livez` and `/readyz` are for operators."""
+    return await readyz(request)
 
 
 async def get_server_capabilities(request: ApiRequest) -> Response:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
+from functools import partial
 
 from starlette.responses import Response
 
-from tinkex.rules.limits import check_ttl
+from tinkex.rules.checkpoint_names import check_ttl
 from tinkex.server.http import views
 from tinkex.server.http.errors import json_response
 from tinkex.server.http.fields import require_checkpoint_path
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes.runs import checkpoints_of
-from tinkex.server.upkeep import folders
 from tinkex.store.records import CheckpointRecord
 
 
@@ -49,11 +48,13 @@ def _listed(request: ApiRequest, saved: list[CheckpointRecord], offset: int, lim
 async def delete_checkpoint(request: ApiRequest) -> Response:
     service = request.service
     saved = await request.find_own_checkpoint()
-    deleted = await service.db(service.store.delete_checkpoint, saved.path)
+    entry = request.audit_entry("checkpoint.delete", saved.path, size_bytes=saved.size_bytes)
+    deleted = await service.db(partial(service.store.delete_checkpoint, saved.path, entry=entry))
     if deleted is not None:
         # The row first: a crash in between leaves a folder without a row, which the janitor deletes.
-        await asyncio.to_thread(folders.remove, service.config.data_dir, deleted.folder)
-        await request.write_audit("checkpoint.delete", saved.path, size_bytes=saved.size_bytes)
+        await service.db.beside(service.store.folders.remove, deleted.folder)
+        # Now, not at the janitor's next round: what else is written would take the space, and the next delete fail.
+        await service.db(service.store.keep_reserve)
     return json_response(None)
 
 

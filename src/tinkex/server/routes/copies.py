@@ -15,18 +15,21 @@ from uuid import uuid4
 import orjson
 from starlette.responses import Response
 
-from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo
+from tinkex.engine.contract import EngineDied, EngineFault, ModelInfo, OutOfMemory, adapter_bytes
 from tinkex.engine.frames import Frame
-from tinkex.rules.limits import check_name, check_ttl
+from tinkex.rules.checkpoint_names import check_name, check_ttl
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response, not_found
 from tinkex.server.http.fields import require_checkpoint_path
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes.sessions import idempotency_key
 from tinkex.server.service import Service
-from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.adapter_files import AdapterUpload, receive_archive, unpack
-from tinkex.store.errors import Duplicate
+from tinkex.server.upkeep.checksums import check_row
+from tinkex.store.errors import Duplicate, Unavailable
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord, lora_of
+
+RELIEVED = 8
+"""Runs that leave the engine when it has no memory for an import. It is tried once more, then the import fails."""
 
 
 class CopyDestination(NamedTuple):
@@ -48,6 +51,7 @@ async def copy_weights(request: ApiRequest) -> Response:
     if key and (known := await service.db(service.store.recall, tenant, key)) is not None:
         return Response(known, media_type="application/json")
     source = await request.find_readable_checkpoint(require_checkpoint_path(body, "source_path"))
+    check_row(source)
     ttl_s = check_ttl(body.get("ttl_seconds"))
     destination = await _destination(request, body, f"Copy of {source.path}")
     path = f"tinker://{destination.run_id}/{source.kind}/{source.name}"
@@ -57,23 +61,22 @@ async def copy_weights(request: ApiRequest) -> Response:
             raise _run_exists(destination)
         return json_response({"tinker_path": path})  # a retry of a copy that succeeded
     now = service.clock.wall()
-    data_dir = service.config.data_dir
-    folder = folders.new_folder(data_dir, destination.run_id, source.kind, source.name)
-    copy = replace(
-        source,
-        path=path,
-        tenant=tenant,
-        run_id=destination.run_id,
-        folder=folder,
-        created_at=now,
-        expires_at=None if ttl_s is None else now + ttl_s,
-        is_public=False,
-    )
-    try:
-        await asyncio.to_thread(_copy_files, data_dir, source, folder)
-    except FileNotFoundError:  # deleted meanwhile
-        raise not_found("checkpoint", source.path) from None
-    content = await _add_copy(service, destination, copy, "copy_weights", key)
+    async with service.quotas.reserving(path, tenant, source.size_bytes):
+        copy = replace(
+            source,
+            path=path,
+            tenant=tenant,
+            run_id=destination.run_id,
+            folder=service.store.folders.new(destination.run_id, source.kind, source.name),
+            created_at=now,
+            expires_at=None if ttl_s is None else now + ttl_s,
+            is_public=False,
+        )
+        try:
+            await service.db.beside(service.store.folders.copy, source.folder, copy.folder, source.files)
+        except FileNotFoundError:  # deleted meanwhile
+            raise not_found("checkpoint", source.path) from None
+        content = await _add_copy(service, destination, copy, "copy_weights", key)
     await request.write_audit("checkpoint.copy", copy.path, source=source.path)
     return Response(content, media_type="application/json")
 
@@ -81,21 +84,23 @@ async def copy_weights(request: ApiRequest) -> Response:
 async def _add_copy(
     service: Service, destination: CopyDestination, saved: CheckpointRecord, kind: str, key: str
 ) -> bytes:
-    """Add the rows of a copied or imported checkpoint, and return the response. A conflict deletes its folder."""
+    """Add the rows of a copied or imported checkpoint, and return the response. An error deletes its folder."""
     try:
         return await service.db(_add_rows, service, destination, saved, kind, key)
-    except Duplicate:
-        await asyncio.to_thread(folders.remove, service.config.data_dir, saved.folder)
-        raise _run_exists(destination) from None
+    except Unavailable:  # the rows may be there although this was not confirmed; if not, the janitor deletes the folder
+        raise
+    except Exception as error:
+        await service.db.beside(service.store.folders.remove, saved.folder)
+        if isinstance(error, Duplicate):
+            raise _run_exists(destination) from None
+        raise
 
 
 def _add_rows(service: Service, destination: CopyDestination, saved: CheckpointRecord, kind: str, key: str) -> bytes:
     store, now = service.store, saved.created_at
     if key and (known := store.recall(saved.tenant, key)) is not None:  # another attempt was faster
-        folders.remove(service.config.data_dir, saved.folder)
+        service.store.folders.remove(saved.folder)
         return known
-    if destination.is_new:
-        store.add_session(destination.session)
     run = RunRecord(
         id=destination.run_id,
         tenant=saved.tenant,
@@ -119,10 +124,10 @@ def _add_rows(service: Service, destination: CopyDestination, saved: CheckpointR
         created_at=now,
         finished_at=now,
     )
-    store.add_run(run, creation, b"")
-    store.add_checkpoint(saved)
+    session = destination.session if destination.is_new else None
     content = orjson.dumps({"tinker_path": saved.path})
-    return store.remember(saved.tenant, key, content, now) if key else content
+    store.add_stored_run(run, creation, saved, session=session, key=key, response=content)
+    return content
 
 
 async def _destination(request: ApiRequest, body: dict[str, Any], display_name: str) -> CopyDestination:
@@ -139,6 +144,7 @@ def _new_destination(request: ApiRequest, display_name: str, project_id: object 
     """Return a new session that only owns the copied run; it is finished immediately."""
     if project_id is not None and not isinstance(project_id, str):
         raise bad_request("destination_project_id must be text.", "invalid")
+    request.check_text("destination_project_id", project_id)
     now = request.service.clock.wall()
     finished = {"reason": {"type": "success"}, "detail": display_name}
     session = SessionRecord(
@@ -157,20 +163,6 @@ def _run_exists(destination: CopyDestination) -> Exception:
     return bad_request(f"{destination.run_id} exists already. Use another model_seq_id.", "run_exists")
 
 
-def _copy_files(data_dir: Path, source: CheckpointRecord, folder: str) -> None:
-    """Copy the files to a temporary name and rename it, so that the folder is complete or does not exist."""
-    origin, target = folders.resolve_inside(data_dir, source.folder), folders.resolve_inside(data_dir, folder)
-    part = target.with_name(f"{target.name}.part-{uuid4().hex[:8]}")
-    part.mkdir()
-    try:
-        for name in source.files:
-            folders.link_or_copy(origin / name, part / name)
-        part.replace(target)
-    except BaseException:
-        folders.remove(data_dir, str(part.relative_to(data_dir.resolve())))
-        raise
-
-
 # ── Imports
 
 
@@ -183,44 +175,79 @@ async def import_weights(request: ApiRequest) -> Response:
     ttl_s = check_ttl(int(ttl) if ttl and ttl.isascii() and ttl.isdigit() else ttl)
     data_dir = service.config.data_dir
     destination = _new_destination(request, f"Import of {name}")
-    async with receive_archive(request, data_dir) as archive:
-        staged = archive.parent / "adapter"
-        adapter = await asyncio.to_thread(unpack, archive, staged)
-        await _check_loads(service, model, adapter, staged)
-        folder = folders.new_folder(data_dir, destination.run_id, "weights", name)
-        await asyncio.to_thread(staged.replace, folders.resolve_inside(data_dir, folder))
-    now = service.clock.wall()
-    saved = CheckpointRecord(
+    with service.ledger.hold("uploads", tenant, 1, "uploads"):
+        async with (
+            service.quotas.reserving(destination.run_id, tenant, _declared_bytes(request)),
+            receive_archive(request, data_dir) as archive,
+        ):
+            staged = archive.parent / "adapter"
+            adapter = await asyncio.to_thread(unpack, archive, staged)
+            await _check_loads(service, tenant, model, adapter, staged)
+            saved = _imported(request, destination, model, adapter, name, ttl_s)
+            await service.db.beside(service.store.folders.move_in, staged, saved.folder, saved.files)
+            content = await _add_copy(service, destination, saved, "import_weights", "")
+    await request.write_audit("checkpoint.import", saved.path, size_bytes=saved.size_bytes)
+    return Response(content, media_type="application/json")
+
+
+def _imported(
+    request: ApiRequest,
+    destination: CopyDestination,
+    model: ModelInfo,
+    adapter: AdapterUpload,
+    name: str,
+    ttl_s: float | None,
+) -> CheckpointRecord:
+    """Return the row of an imported checkpoint. Its folder is not there yet, but the folder above it is."""
+    now = request.service.clock.wall()
+    return CheckpointRecord(
         path=f"tinker://{destination.run_id}/weights/{name}",
-        tenant=tenant,
+        tenant=request.tenant,
         run_id=destination.run_id,
         kind="weights",
         name=name,
-        folder=folder,
+        folder=request.service.store.folders.new(destination.run_id, "weights", name),
         base_model=model.name,
         created_at=now,
         size_bytes=sum(about["size_bytes"] for about in adapter.files.values()),
         expires_at=None if ttl_s is None else now + ttl_s,
         **asdict(adapter),
     )
-    content = await _add_copy(service, destination, saved, "import_weights", "")
-    await request.write_audit("checkpoint.import", saved.path, size_bytes=saved.size_bytes)
-    return Response(content, media_type="application/json")
 
 
-async def _check_loads(service: Service, model: ModelInfo, adapter: AdapterUpload, folder: Path) -> None:
-    """Load the adapter in the engine once: one that cannot be used is rejected now and not at the first step."""
-    name = f"import-{uuid4().hex}"
-    create = {"op": "create", "adapter": name, "base": model.name, "seed": 0, **lora_of(adapter)}
+def _declared_bytes(request: ApiRequest) -> int:
+    """Return the size of the body for the quota. Raises 411 if there is one and the client does not say."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit():
+        return int(declared)
+    if not request.service.quotas.is_limited:
+        return 0
+    raise RequestRejected(
+        411, "This service has a quota, so it must know the size: send a Content-Length.", "length_required"
+    )
+
+
+async def _check_loads(service: Service, tenant: str, model: ModelInfo, adapter: AdapterUpload, folder: Path) -> None:
+    """Load the adapter in the engine once: one that cannot be used is rejected now and not at the first step.
+
+    It takes memory as a run's adapter does: it has to fit, waits for room, and gives it back. One import at a time, so
+    that those of one tenant do not push the runs of all others out.
+    """
+    name, memory = f"import-{uuid4().hex}", service.worker.memory
     try:
         await service.engine.ready()
-        await service.engine.run(Frame(create))
-        try:
-            await service.engine.run(
-                Frame({"op": "load", "adapter": name, "folder": str(folder), "with_optimizer": False})
-            )
-        finally:
-            await service.engine.run(Frame({"op": "drop", "adapter": name}))
+        size = adapter_bytes(service.engine.state.lora_sizes.get(model.name, {}), lora_of(adapter))
+        memory.check_size(service.ledger, size, f"An adapter of rank {adapter.rank} on {model.name}")
+        async with service.importing:
+            await memory.reserve(name, tenant, size)
+            try:
+                await _load_once(service, name, model, adapter, folder)
+            except OutOfMemory:
+                if not await memory.relieve(RELIEVED, name):
+                    raise
+                await _load_once(service, name, model, adapter, folder)
+            finally:
+                memory.release(name)
     except EngineFault as error:
         if error.category != "user":
             raise RequestRejected(500, str(error), "engine_failed", "server") from None
@@ -229,3 +256,13 @@ async def _check_loads(service: Service, model: ModelInfo, adapter: AdapterUploa
         raise RequestRejected(
             503, "The engine died while it loaded the adapter. Send it again.", "engine_died", "server"
         ) from None
+
+
+async def _load_once(service: Service, name: str, model: ModelInfo, adapter: AdapterUpload, folder: Path) -> None:
+    create = {"op": "create", "adapter": name, "base": model.name, "seed": 0, **lora_of(adapter)}
+    await service.engine.run(Frame(create))
+    try:
+        load = {"op": "load", "adapter": name, "folder": str(folder), "with_optimizer": False, "is_upload": True}
+        await service.engine.run(Frame(load))
+    finally:
+        await service.engine.run(Frame({"op": "drop", "adapter": name}))

@@ -18,7 +18,8 @@ from tinkex.server.service import Service
 async def metrics(request: ApiRequest) -> Response:
     """Return the page: without a key where no keys are in use, for any valid key otherwise."""
     service = request.service
-    tenant = await service.access.admit(request.scope["headers"])
+    tenant = await service.access.admit(request.scope)
+    service.ledger.spend_request(tenant)
     service.metrics.checkpoints(*await service.db(service.store.usage))
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     page = encode(_TenantView(service.metrics.registry, tenant))
@@ -58,15 +59,22 @@ class ServiceGauges(Collector):
         yield CounterMetricFamily("tinkex_engine_restarts", "How often the engine had to be started again.", restarts)
         yield GaugeMetricFamily("tinkex_engine_rss_bytes", "Memory of the engine's process.", float(state.rss_bytes))
         yield GaugeMetricFamily("tinkex_engine_adapters", "Adapters in the engine's memory.", len(worker.resident()))
+        yield GaugeMetricFamily("tinkex_adapter_bytes", "Memory of these adapters.", float(worker.memory.used_bytes))
         yield GaugeMetricFamily("tinkex_operations_queued", "Operations not finished.", float(worker.queued))
         yield GaugeMetricFamily("tinkex_samples_queued", "Sequences waiting to be sampled.", float(sampling.queued))
         yield GaugeMetricFamily("tinkex_samples_running", "Sequences being sampled.", float(sampling.running))
+        rejected = CounterMetricFamily(
+            "tinkex_unauthorised_requests", "Requests that were rejected for their API key.", labels=["reason"]
+        )
+        rejected.add_metric(["wrong_key"], service.access.rejected_keys.wrong)
+        rejected.add_metric(["no_key"], service.access.rejected_keys.missing)
+        yield rejected
         by_tenant = GaugeMetricFamily(
             "tinkex_tenant_operations_queued", "Operations not finished, by tenant.", labels=["tenant"]
         )
         others = worker.queued
         for tenant in service.metrics.named_tenants:
-            waiting = worker.waiting_of(tenant)
+            waiting = worker.queued_work.waiting_of(tenant)
             others -= waiting
             by_tenant.add_metric([tenant], waiting)
         by_tenant.add_metric([OTHER_TENANTS], max(others, 0))

@@ -27,7 +27,7 @@ async def list_training_runs(request: ApiRequest) -> Response:
 
     def read() -> tuple[list[dict[str, object]], int]:
         runs, total = service.store.list_runs(tenant, offset, limit, project_id)
-        return [_view(service.store, run, now) for run in runs], total
+        return _views(service.store, runs, now), total
 
     views_of_runs, total = await service.db(read)
     return json_response({"training_runs": views_of_runs, "cursor": views.cursor(offset, limit, total)})
@@ -36,7 +36,8 @@ async def list_training_runs(request: ApiRequest) -> Response:
 async def get_training_run(request: ApiRequest) -> Response:
     service = request.service
     run = await request.find_run(request.path_params["run_id"])
-    return json_response(await service.db(_view, service.store, run, service.clock.wall()))
+    [view] = await service.db(_views, service.store, [run], service.clock.wall())
+    return json_response(view)
 
 
 async def get_info(request: ApiRequest) -> Response:
@@ -72,5 +73,9 @@ def checkpoints_in_project(store: Store, tenant: str, project_id: str, now: floa
     return [saved for saved in checkpoints_of(store, tenant, None, now) if saved.run_id in run_ids]
 
 
-def _view(store: Store, run: RunRecord, now: float) -> dict[str, object]:
-    return views.training_run(run, checkpoints_of(store, run.tenant, run.id, now))
+def _views(store: Store, runs: list[RunRecord], now: float) -> list[dict[str, object]]:
+    """Return the views of runs, with one query for the checkpoints of all of them."""
+    newest: dict[str, list[CheckpointRecord]] = {run.id: [] for run in runs}
+    for saved in store.newest_checkpoints(list(newest), now):
+        newest[saved.run_id].append(saved)
+    return [views.training_run(run, newest[run.id]) for run in runs]

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,12 +16,11 @@ from starlette.responses import Response
 
 from tinkex.server.http import views
 from tinkex.server.http.access import api_key_in
-from tinkex.server.http.errors import RequestRejected, json_response
+from tinkex.server.http.errors import RequestRejected, bad_request, json_response
 from tinkex.server.http.fields import parse_as, parse_metadata, require_text
 from tinkex.server.http.requests import ApiRequest
-from tinkex.server.routes.runs import checkpoints_of
+from tinkex.server.service import Service
 from tinkex.store.records import SessionRecord
-from tinkex.store.store import Store
 from tinkex.types.session import (
     ActiveSessionStatusQuery,
     ClientFinishedSessionStatusQuery,
@@ -36,6 +36,9 @@ TELEMETRY_FILE = "telemetry.jsonl"
 MAX_TELEMETRY_BYTES = 8_000_000
 """Limit for each of two files: the current one, and the one before it."""
 _MAX_LINE_BYTES = 256_000
+SEARCHED_AT_ONCE = 200
+"""Sessions that a search looks at in one call of the store: some 5 ms."""
+MAX_FILTERS = 100
 _TELEMETRY_FIELDS = ("session_id", "process_uuid", "platform", "sdk_version", "events")
 
 
@@ -44,6 +47,8 @@ async def create_session(request: ApiRequest) -> Response:
     metadata = views.metadata(parse_metadata(body)) or {}
     # A request written by hand may lack these, which the SDKs always send.
     create_request = parse_as(CreateSessionRequest, {"tags": [], "sdk_version": "", **body, "user_metadata": metadata})
+    for name in ("sdk_version", "project_id", "display_name", "tags"):
+        request.check_text(name, getattr(create_request, name))
     now = service.clock.wall()
     session = SessionRecord(
         id=str(uuid4()),
@@ -63,6 +68,8 @@ async def create_session(request: ApiRequest) -> Response:
         """Create it once per idempotency key: on the store's thread nothing runs between the lookup and the write."""
         if key and (known := service.store.recall(tenant, key)) is not None:
             return known
+        open_sessions = service.store.count_open_sessions(tenant, now - service.config.idle_session_s)
+        service.ledger.check("max_sessions", open_sessions + 1, f"This key has {open_sessions} open sessions")
         service.store.add_session(session)
         content = orjson.dumps({"type": "create_session", "session_id": session.id})
         return service.store.remember(tenant, key, content, now) if key else content
@@ -93,7 +100,9 @@ async def finish_session(request: ApiRequest) -> Response:
     session = await request.find_session(request.path_params["session_id"])
     report = parse_as(ClientSessionFinished, {"reason": {"type": "success"}, **await request.read_json()})
     if session.finished is None:  # the first report counts: a retry repeats it, a second client is too late
-        finished = {"reason": report.reason.model_dump(), "detail": report.detail}
+        # Cut, not rejected: it may be a traceback, and the session has to end all the same.
+        detail = report.detail and report.detail[: service.config.max_text_characters]
+        finished = {"reason": report.reason.model_dump(), "detail": detail}
         await service.db(service.store.finish_session, session.id, finished)
     return json_response({})
 
@@ -101,8 +110,7 @@ async def finish_session(request: ApiRequest) -> Response:
 async def list_sessions(request: ApiRequest) -> Response:
     service = request.service
     offset, limit = request.parse_page(20)
-    sessions = await service.db(service.store.list_sessions, request.tenant, offset, limit)
-    return json_response({"sessions": [session.id for session in sessions]})
+    return json_response({"sessions": await service.db(service.store.list_session_ids, request.tenant, offset, limit)})
 
 
 async def get_session(request: ApiRequest) -> Response:
@@ -124,6 +132,7 @@ async def set_session_project(request: ApiRequest) -> Response:
     service = request.service
     session = await request.find_session(request.path_params["session_id"])
     project_id = require_text(await request.read_json(), "project_id")
+    request.check_text("project_id", project_id)
     await service.db(service.store.set_session_project, session.id, project_id)
     return json_response(None)
 
@@ -140,12 +149,15 @@ async def session_trace_export(request: ApiRequest) -> Response:
 async def search_sessions(request: ApiRequest) -> Response:
     service, tenant = request.service, request.tenant
     search = parse_as(SessionSearchRequest, await request.read_json())
+    request.check_text("display_name", search.display_name)
+    if max(len(search.project_ids or ()), len(search.statuses or ())) > MAX_FILTERS:
+        raise bad_request(f"A search takes at most {MAX_FILTERS} project_ids and statuses.", "too_many")
     now = service.clock.wall()
     alive_since = now - service.config.idle_session_s
-    matches = await service.db(_search, service.store, tenant, search, alive_since)
+    matches = await _search(service, tenant, search, alive_since)
     page, has_more = matches[: search.limit], len(matches) > search.limit
     summaries = [
-        views.session_summary(session, alive_since, *await service.db(_checkpoint_usage, service.store, session, now))
+        views.session_summary(session, alive_since, *await service.db(service.store.session_usage, session.id, now))
         for session in page
     ]
     last = page[-1] if has_more else None
@@ -153,22 +165,33 @@ async def search_sessions(request: ApiRequest) -> Response:
     return json_response({"sessions": summaries, "next_cursor": cursor})
 
 
-def _search(store: Store, tenant: str, search: SessionSearchRequest, alive_since: float) -> list[SessionRecord]:
+async def _search(
+    service: Service, tenant: str, search: SessionSearchRequest, alive_since: float
+) -> list[SessionRecord]:
     """Return the matching sessions, newest first, and one more than the limit if there are more."""
     if isinstance(search.owner, UserSearchOwner) and views.owner(tenant) not in search.owner.owner_urns:
         return []
     before = None
     if (cursor := search.cursor) is not None:
         before = (cursor.last_created_at.timestamp(), cursor.last_session_id)
-    return store.search_sessions(
-        tenant,
-        session_id=search.session_id,
-        user_metadata=search.user_metadata,
-        display_name=search.display_name,
-        limit=search.limit + 1,
-        before=before,
-        matches=lambda session: _matches(session, search, alive_since),
-    )
+    matches: list[SessionRecord] = []
+    while True:
+        look_up = partial(
+            service.store.search_sessions,
+            tenant,
+            session_id=search.session_id,
+            user_metadata=search.user_metadata,
+            display_name=search.display_name,
+            limit=search.limit + 1 - len(matches),
+            before=before,
+            matches=lambda session: _matches(session, search, alive_since),
+            max_rows=SEARCHED_AT_ONCE,
+        )
+        page = await service.db(look_up)  # other requests use the store between the pages
+        matches += page.sessions
+        before = page.resume
+        if before is None or len(matches) > search.limit:
+            return matches
 
 
 def _matches(session: SessionRecord, search: SessionSearchRequest, alive_since: float) -> bool:
@@ -184,16 +207,6 @@ def _has_status(session: SessionRecord, query: object, alive_since: float) -> bo
     if isinstance(query, ClientFinishedSessionStatusQuery) and status.get("type") == "client_finished":
         return query.reasons is None or status["reason"]["type"] in query.reasons
     return False  # sessions cannot be cancelled here, and do not fail as a whole
-
-
-def _checkpoint_usage(store: Store, session: SessionRecord, now: float) -> tuple[int, int]:
-    """Return how many live checkpoints a session has, and their size."""
-    sizes = [
-        saved.size_bytes
-        for run_id in store.runs_of_session(session.id)
-        for saved in checkpoints_of(store, session.tenant, run_id, now)
-    ]
-    return len(sizes), sum(sizes)
 
 
 # -- telemetry -------------------------------------------------------------------------------------------------------

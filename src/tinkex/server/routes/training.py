@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
 from tinkex.engine.contract import pass_frame
 from tinkex.engine.frames import Frame
 from tinkex.errors import ValidationError
-from tinkex.rules import limits
+from tinkex.rules import checkpoint_names, ranges
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response
 from tinkex.server.http.fields import (
+    DatumReader,
     optional_object,
     parse_as,
     parse_json_object,
@@ -25,21 +26,33 @@ from tinkex.server.http.fields import (
 )
 from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
 from tinkex.server.service import Service
-from tinkex.server.training.checks import check_data
+from tinkex.server.training.checks import check_data, count_targets
 from tinkex.server.training.run_queue import RunQueue
 from tinkex.store.records import CheckpointRecord, RunRecord, lora_of
+from tinkex.types.inputs import Datum
 from tinkex.types.training import AdamParams, ForwardBackwardRequest, ForwardRequest, LoraConfig
 from tinkex.types.weights import ParsedCheckpointTinkerPath
 from tinkex.wire import proto_codec
 from tinkex.wire.body import PROTOBUF
-from tinkex.wire.scan import check_message_fields
+from tinkex.wire.scan import fields_before
 
 MAX_FIELDS = 100_000
 """Chunks, inputs of the loss and spans of all datums of a protobuf body. A datum of text has three or four."""
+MAX_ELEMENTS = 1 << 21
+"""Fields and numbers inside of those, as `wire.scan` bounds them. An input of the loss counts some ten, so that 1,024
+datums with seven inputs have 70,000. As extents of one shape this many take 32 MB."""
 ADAM_DEFAULTS = AdamParams().model_dump()
 """Old clients leave settings out."""
-Content = tuple[bytes, dict[str, Any], int]
-"""Of an operation: the command for the engine, what the server needs besides it, and how many tokens there are."""
+
+
+class OperationContent(NamedTuple):
+    """The content of an operation: the command for the engine, and what the server needs besides it."""
+
+    command: bytes = b""
+    options: dict[str, Any] | None = None
+    tokens: int = 0
+    targets: int = 0
+    """Log-probabilities that a pass returns."""
 
 
 async def create_model(request: ApiRequest) -> Response:
@@ -49,8 +62,10 @@ async def create_model(request: ApiRequest) -> Response:
     if optimizer != "adamw":
         raise bad_request(f"The optimizer {str(optimizer)[:50]!r} is not offered here; adamw is.", "not_offered")
     lora = parse_as(LoraConfig, {"rank": 32, **(optional_object(body, "lora_config") or {})})
-    limits.check_lora(**lora_of(lora), model=info.name, hidden_size=info.hidden_size)
-    return await _create(request, body, "create_model", {"seed": lora.seed}, info.name, lora.seed, lora)
+    ranges.check_lora(**lora_of(lora), model=info.name, hidden_size=info.hidden_size)
+    # Any whole number is a seed, as it is of a sample. The journal has 64 bits for it.
+    seed = None if lora.seed is None else lora.seed % (1 << 63)
+    return await _create(request, body, "create_model", {"seed": seed}, info.name, seed, lora)
 
 
 async def _create(
@@ -72,7 +87,7 @@ async def _create(
         base_model=base,
         **lora_of(lora),
         # Without a seed it is the run's number in its session: the same program gives the same numbers twice.
-        seed=number if seed is None else seed % (1 << 63),
+        seed=number if seed is None else seed,
         created_at=now,
         last_request_at=now,
         user_metadata=parse_metadata(body) or None,
@@ -82,7 +97,7 @@ async def _create(
 
 
 async def unload_model(request: ApiRequest) -> Response:
-    return await _operation(request, await request.read_json(), "unload_model", lambda queue: (b"", {}, 0))
+    return await _operation(request, await request.read_json(), "unload_model", lambda queue: OperationContent())
 
 
 async def forward(request: ApiRequest) -> Response:
@@ -104,13 +119,15 @@ async def _pass(request: ApiRequest, kind: str) -> Response:
     queue = await service.intake.run_queue(request.tenant, decoded.model_id)
     model = service.catalog.find(queue.run.base_model)
 
-    def make(queue: RunQueue) -> Content:
+    def make(queue: RunQueue) -> OperationContent:
         if decoded.error is not None:
             raise decoded.error
         batch, is_forward = decoded.batch, decoded.kind == "forward"
         tokens = check_data(batch.data, batch.loss_fn, batch.loss_fn_config, model, is_forward=is_forward)
+        targets = count_targets(batch.data)
+        service.ledger.check("max_targets", targets, f"The call asks for {targets} log-probabilities")
         frame = pass_frame(decoded.kind, queue.run.id, batch.data, batch.loss_fn, batch.loss_fn_config)
-        return frame.encode(), {}, tokens
+        return OperationContent(frame.encode(), tokens=tokens, targets=targets)
 
     return await _submit(service, queue, decoded.seq_id, decoded.kind, make, in_thread=is_large)
 
@@ -128,9 +145,11 @@ class _PassRequest:
 
 def _read_protobuf(content: bytes, kind: str) -> _PassRequest:
     try:
-        check_message_fields(content, proto_codec.DATUMS, limits.MAX_DATUMS, MAX_FIELDS, "datums")
-    except ValidationError as error:  # nothing of such a body is read, so its run cannot be told
-        raise RequestRejected(413, str(error), error.code) from None
+        proto_codec.check_forward_backward_request(content, ranges.MAX_DATUMS, MAX_FIELDS, MAX_ELEMENTS)
+    except ValidationError as error:  # nothing of such a body is read but its envelope, so that its run is told
+        envelope = fields_before(content, proto_codec.DATUMS)
+        model_id, seq_id = proto_codec.peek_forward_backward_request(envelope)
+        return _PassRequest(kind, model_id or None, seq_id, error=RequestRejected(413, str(error), error.code))
     try:
         request = proto_codec.decode_forward_backward_request(content)
     except ValidationError as error:
@@ -143,8 +162,14 @@ def _read_protobuf(content: bytes, kind: str) -> _PassRequest:
 
 def _read_json(content: bytes, kind: str) -> _PassRequest:
     name = "forward_input" if kind == "forward" else "forward_backward_input"
-    body = parse_json_pass(content, name) if len(content) > IN_THREAD_BYTES else parse_json_object(content)
-    decoded = _PassRequest(kind, body.get("model_id"), body.get("seq_id"))
+    error = None
+    if len(content) > IN_THREAD_BYTES:
+        body, error = parse_json_pass(content, name, DatumReader(Datum))
+    else:
+        body = parse_json_object(content)
+    decoded = _PassRequest(kind, body.get("model_id"), body.get("seq_id"), error=error)
+    if error is not None:
+        return decoded
     try:
         if kind == "forward":
             decoded.batch = parse_as(ForwardRequest, body).forward_input
@@ -158,8 +183,8 @@ def _read_json(content: bytes, kind: str) -> _PassRequest:
 async def optim_step(request: ApiRequest) -> Response:
     body = await request.read_json()
 
-    def make(queue: RunQueue) -> Content:
-        return Frame({"op": "optim_step", "adapter": queue.run.id, **_adam(body)}).encode(), {}, 0
+    def make(queue: RunQueue) -> OperationContent:
+        return OperationContent(Frame({"op": "optim_step", "adapter": queue.run.id, **_adam(body)}).encode())
 
     return await _operation(request, body, "optim_step", make)
 
@@ -172,7 +197,7 @@ def _adam(body: dict[str, Any]) -> dict[str, float]:
         )
     given = optional_object(body, "adam_params") or other or {}
     params = {name: default if given.get(name) is None else given[name] for name, default in ADAM_DEFAULTS.items()}
-    limits.check_adamw(params)
+    ranges.check_adamw(params)
     return {name: float(value) for name, value in params.items()}
 
 
@@ -190,7 +215,7 @@ async def save_weights_for_sampler(request: ApiRequest) -> Response:
 
 async def _save(request: ApiRequest, kind: str) -> Response:
     body = await request.read_json()
-    return await _operation(request, body, kind, lambda queue: (b"", _save_options(body, kind), 0))
+    return await _operation(request, body, kind, lambda queue: OperationContent(options=_save_options(body, kind)))
 
 
 def _save_options(body: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -202,9 +227,9 @@ def _save_options(body: dict[str, Any], kind: str) -> dict[str, Any]:
             raise bad_request("sampling_session_seq_id must be a whole number from 0 on.", "bad_seq_id")
         return {"sampling_session_seq_id": number}
     return {
-        "name": limits.check_name(body.get("path")),
+        "name": checkpoint_names.check_name(body.get("path")),
         "overwrite": body.get("overwrite"),
-        "ttl_seconds": limits.check_ttl(body.get("ttl_seconds")),
+        "ttl_seconds": checkpoint_names.check_ttl(body.get("ttl_seconds")),
         "user_metadata": parse_metadata(body) or None,
     }
 
@@ -213,7 +238,9 @@ async def load_weights(request: ApiRequest) -> Response:
     """Load weights into a run, or create a run from them, in one request."""
     body = await request.read_json()
     if body.get("model_id") is not None or body.get("session_id") is None:
-        return await _operation(request, body, "load_weights", lambda queue: (b"", _load_options(body), 0))
+        return await _operation(
+            request, body, "load_weights", lambda queue: OperationContent(options=_load_options(body))
+        )
     options = _load_options(body)
     source = await request.find_readable_checkpoint(options["path"])
     base = request.service.catalog.find(source.base_model).name
@@ -230,7 +257,7 @@ def _load_options(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _operation(
-    request: ApiRequest, body: dict[str, Any], kind: str, make: Callable[[RunQueue], Content]
+    request: ApiRequest, body: dict[str, Any], kind: str, make: Callable[[RunQueue], OperationContent]
 ) -> Response:
     """Submit an operation on the run that a JSON body names."""
     queue = await request.service.intake.run_queue(request.tenant, body.get("model_id"))
@@ -242,7 +269,7 @@ async def _submit(
     queue: RunQueue,
     seq_id: Any,
     kind: str,
-    make: Callable[[RunQueue], Content],
+    make: Callable[[RunQueue], OperationContent],
     *,
     in_thread: bool = False,
 ) -> Response:
@@ -251,10 +278,12 @@ async def _submit(
     A sequence number whose content is rejected counts as arrived, so that the next one does not wait for it.
     """
     try:
-        command, options, tokens = await asyncio.to_thread(make, queue) if in_thread else make(queue)
+        content = await asyncio.to_thread(make, queue) if in_thread else make(queue)
     except (RequestRejected, ValidationError) as error:
         rejected = error if isinstance(error, RequestRejected) else bad_request(str(error), error.code)
         await service.intake.reject(queue, seq_id, kind, rejected)
         raise rejected from None
-    request_id = await service.intake.submit(queue, seq_id, kind, command, options=options, tokens=tokens)
+    request_id = await service.intake.submit(
+        queue, seq_id, kind, content.command, options=content.options, tokens=content.tokens, targets=content.targets
+    )
     return json_response({"request_id": request_id, "model_id": queue.run.id})

@@ -1,7 +1,8 @@
 """The queue of samples: in memory, bounded, fair between tenants. A restart loses it: polls get 410, clients retry.
 
-`submit` is for clients that poll; `run` is for streams. Both use the same queue: the tenant that was charged the least
-is next, and the engine has a bounded number of sequences at once.
+`submit` is for clients that poll; `run` is for streams. Both use the same queue: the engine has a bounded number of
+sequences of each tenant at once, and shares its rows between tenants by itself. So a sample never waits here for those
+of another tenant.
 """
 
 from __future__ import annotations
@@ -9,21 +10,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 from uuid import uuid4
 
 from tinkex.clock import Clock
-from tinkex.engine.contract import Engine, EngineDied, EngineFault, ModelInfo, Sampled, SampleEvent, SampleSpec
-from tinkex.server.http.errors import bad_request, not_found, too_many_requests
+from tinkex.engine.contract import (
+    Engine,
+    EngineDied,
+    EngineFault,
+    ModelInfo,
+    OutOfMemory,
+    Sampled,
+    SampleEvent,
+    SampleSpec,
+)
+from tinkex.server.http.errors import bad_request, not_found
 from tinkex.server.http.metrics import Metrics
-from tinkex.server.training.scheduler import Shares
+from tinkex.server.limits.ledger import Ledger
+from tinkex.server.sampling.finished_samples import FinishedSamples
+from tinkex.server.sampling.stream_buffer import StreamBuffer
 from tinkex.server.training.waiters import wait_in, wake
+from tinkex.server.upkeep.blob_calls import held, while_held
 from tinkex.server.upkeep.catalog import Catalog
+from tinkex.server.upkeep.checksums import check_files
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
 from tinkex.store.records import SamplerRecord
@@ -34,17 +47,18 @@ logger = logging.getLogger("tinkex.server")
 
 PREFIX = "sample-"
 """How a sample's request id begins: an unknown one was lost by a restart, which is 410 and not 404."""
-KEPT_S = 900.0
-KEPT_BYTES = 256 << 20
-"""Results that were not fetched are dropped when they are older, or when all of them are larger."""
 NUMBER_BYTES = 32
-PAIR_BYTES = 128
-"""What a Python number, and a tuple of a token and its log-probability, take in memory."""
+"""What a Python number takes in memory."""
+TARGET_BYTES = 56
+"""What a target takes in a request: it is packed twice, and twice a Python number."""
 MOST_SAMPLERS = 1000
 """Samplers whose finished requests are listed by cursor: those that finished one last."""
 MOST_COMPLETIONS = 20_000
 MOST_DEATHS = 2
 """Fewer than for a training operation: a sample that kills the engine must not use up the operations' chances."""
+MOST_CHECKED = 10_000
+MOST_EVICTED = 8
+"""For a sample that runs out of memory 2, 4 and then 8 idle training runs leave the engine, and it is tried again."""
 CHECKED_S = 1.0
 """How long a sampler that was looked up is used without looking again whether its weights still exist."""
 
@@ -55,6 +69,22 @@ class SampleTarget:
 
     info: ModelInfo
     weights: str | None = None
+    folder: str | None = None
+    """The weights' folder in the store; `weights` is where it lies while it is held."""
+
+
+class TargetsLayout(NamedTuple):
+    """The layout of a request's target tokens, without the tokens: the response has the same."""
+
+    shape: list[int] | None
+    crow: list[int] | None
+    col: list[int] | None
+
+    @classmethod
+    def of(cls, targets: TensorData | None) -> TargetsLayout | None:
+        if targets is None:
+            return None
+        return cls(targets.shape, targets.sparse_crow_indices, targets.sparse_col_indices)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,9 +99,11 @@ class SampleJob:
     is_cancelled: bool = False
 
     @property
-    def cost(self) -> int:
-        """What the tenant is charged: all tokens that it may take."""
-        return len(self.spec.prompt) + self.spec.num_samples * self.spec.max_tokens
+    def size_bytes(self) -> int:
+        """Roughly what it takes in memory, here and in the engine, until it has ended."""
+        targets = sum(map(len, self.spec.targets or ()))
+        texts = sum(map(len, self.spec.stop_strings))
+        return 2000 + NUMBER_BYTES * len(self.spec.prompt) + TARGET_BYTES * targets + 4 * texts
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +113,11 @@ class PolledSample:
     id: str
     tenant: str
     sampler_id: str
-    job: SampleJob
-    targets_layout: TensorData | None = None
-    """The request's target tokens: the response has their layout."""
+    job: SampleJob | None
+    """None once it is done: its spec may be large, and its sink refers to this record, so that only a garbage
+    collection would free both."""
+    num_samples: int
+    targets_layout: TargetsLayout | None = None
     key: object = None
     """By which a repeated request is known; None if the client sent none."""
     result: Sampled | None = None
@@ -97,19 +131,17 @@ class PolledSample:
 
     @property
     def sequence_ids(self) -> list[str]:
-        return [f"{self.id}:{index}" for index in range(self.job.spec.num_samples)]
+        return [f"{self.id}:{index}" for index in range(self.num_samples)]
 
     @property
     def size_bytes(self) -> int:
-        """Roughly what it takes in memory: Python's numbers and tuples, not their bytes on the wire."""
-        size = 2000 + NUMBER_BYTES * len(self.job.spec.prompt)
+        """Roughly what it takes in memory once it is done: the numbers of a result are packed."""
+        size = 2000
+        if (layout := self.targets_layout) is not None:
+            size += NUMBER_BYTES * (len(layout.crow or ()) + len(layout.col or ()))
         if (result := self.result) is None:
             return size
-        numbers = sum(2 * len(row.tokens) for row in result.sequences) + len(result.prompt_logprobs or ())
-        numbers += sum(len(row) for row in result.targets or ())
-        ranked = [*(row.topk or () for row in result.sequences), result.topk_prompt or (), result.alternatives or ()]
-        pairs = sum(len(position or ()) for positions in ranked for position in positions)
-        return size + NUMBER_BYTES * numbers + PAIR_BYTES * pairs
+        return size + 500 * len(result.sequences) + NUMBER_BYTES * len(result.prompt_logprobs or ()) + result.nbytes
 
 
 class Completions:
@@ -139,24 +171,31 @@ class Sampling:
         engine: Engine,
         catalog: Catalog,
         metrics: Metrics,
+        ledger: Ledger,
+        relieve: Callable[[int, str | None], Awaitable[int]],
     ) -> None:
+        """`relieve` evicts so many training runs from an engine that is out of memory, and returns how many left."""
         self._config, self._clock, self._store, self._db = config, clock, store, db
         self._engine, self._catalog, self._metrics = engine, catalog, metrics
-        self._data_dir = Path(config.data_dir)
+        self._ledger, self._relieve = ledger, relieve
+        self.new_id: Callable[[], str] = lambda: f"{PREFIX}{uuid4().hex}"
+        """Names a sample. Where several servers sample, its name says which one has it."""
         self._queues: dict[str, deque[SampleJob]] = {}
-        self._shares = Shares()
         self.running = 0
         """Sequences that are in the engine."""
         self.queued = 0
         """Sequences that wait."""
         self._rows_of: dict[str, int] = {}
         """Sequences in the engine and in the queue, by tenant."""
+        self._running_of: dict[str, int] = {}
+        """Sequences in the engine by tenant; of one request at most as many as are sampled at the same time."""
         self._tasks: set[asyncio.Task[int | None]] = set()
-        self._samples: OrderedDict[str, PolledSample] = OrderedDict()
+        self._samples: dict[str, PolledSample] = {}
         self._by_key: dict[object, PolledSample] = {}
-        self._kept_bytes = 0
+        self._finished = FinishedSamples()
         self._completions: OrderedDict[str, Completions] = OrderedDict()
         self._checked: dict[str, tuple[float, SamplerRecord, SampleTarget]] = {}
+        """Sampler → when it was looked up, and what it is. The one that was looked up last is the last."""
 
     # ── What to sample from
 
@@ -179,7 +218,15 @@ class Sampling:
             raise not_found("checkpoint", model_path)
         if saved.kind != "sampler_weights":
             raise bad_request(f"{model_path[:200]} was not saved for sampling.", "bad_path")
-        return SampleTarget(self._catalog.find(saved.base_model), str(self._data_dir / saved.folder))
+        try:
+            async with held(self._db, self._store, saved.folder, partial(check_files, saved)):
+                pass
+        except FileNotFoundError:  # deleted meanwhile
+            raise not_found("checkpoint", model_path) from None
+        return self._target(saved.base_model, saved.folder)
+
+    def _target(self, base_model: str, folder: str) -> SampleTarget:
+        return SampleTarget(self._catalog.find(base_model), str(self._store.folders.path(folder)), folder)
 
     async def sampler(self, tenant: str, sampler_id: object) -> tuple[SamplerRecord, SampleTarget]:
         """Return a sampling session of this tenant, and what it samples from."""
@@ -192,14 +239,22 @@ class Sampling:
         if row is None or row.tenant != tenant:
             raise not_found("sampling session", sampler_id)
         if row.folder is not None:
-            target = SampleTarget(self._catalog.find(row.base_model), str(self._data_dir / row.folder))
+            target = self._target(row.base_model, row.folder)
         else:
             path = row.model_path
             target = await self.open(tenant, base_model=row.base_model if path is None else None, model_path=path)
-        if len(self._checked) > 10_000:
-            self._checked.clear()
+        self._checked.pop(sampler_id, None)
+        while len(self._checked) >= MOST_CHECKED:
+            del self._checked[next(iter(self._checked))]
         self._checked[sampler_id] = (self._clock.now(), row, target)
         return row, target
+
+    def is_used(self, sampler_id: str, seconds: float) -> bool:
+        """Whether a client has asked for a sampler within so many seconds, or waits for a sample of it."""
+        checked = self._checked.get(sampler_id)
+        if checked is not None and self._clock.now() - checked[0] < seconds:
+            return True
+        return any(sample.sampler_id == sampler_id and not sample.is_done for sample in self._samples.values())
 
     # ── Requests whose clients poll
 
@@ -210,13 +265,13 @@ class Sampling:
         target: SampleTarget,
         spec: SampleSpec,
         key: object,
-        layout: TensorData | None,
+        layout: TargetsLayout | None,
     ) -> PolledSample:
         """Queue a sample. The same key returns the earlier attempt, unless that failed through the service's fault."""
         known = self._by_key.get(key) if key is not None else None
         if known is not None and (known.error is None or known.error[1] == "user"):
             return known
-        sample_id = f"{PREFIX}{uuid4().hex}"
+        sample_id = self.new_id()
 
         def settle(event: SampleEvent | Exception) -> None:
             if isinstance(event, Sampled):
@@ -226,8 +281,13 @@ class Sampling:
             elif isinstance(event, Exception):
                 self._settle(sample, error=("The service failed to sample; its log says why.", "server"))
 
-        sample = PolledSample(sample_id, tenant, sampler_id, SampleJob(tenant, target, spec, settle), layout, key)
-        self._enqueue(sample.job)
+        job = SampleJob(tenant, target, spec, settle)
+        sample = PolledSample(sample_id, tenant, sampler_id, job, spec.num_samples, layout, key)
+        try:
+            self._enqueue(job)
+        except BaseException:
+            sample.job = None  # they refer to each other
+            raise
         self._samples[sample_id] = sample
         if key is not None:
             self._by_key[key] = sample
@@ -255,7 +315,7 @@ class Sampling:
         return list(done.ids)[start:], done.first + len(done.ids)
 
     def cancel(self, sample: PolledSample) -> None:
-        if not sample.is_done:
+        if sample.job is not None:
             self._cancel(sample.job)
             self._settle(sample, error=("Cancelled by the client.", "user"))
 
@@ -263,7 +323,7 @@ class Sampling:
         state = self._engine.state
         if not state.is_ready:
             return "paused_capacity", f"the engine is not ready: {state.reason}"
-        if sample.job.task is None:
+        if sample.job is None or sample.job.task is None:
             return "active", f"{self.queued} sequences are waiting, {self.running} are being sampled"
         return "active", "being sampled"
 
@@ -271,11 +331,16 @@ class Sampling:
         self, sample: PolledSample, result: Sampled | None = None, error: tuple[str, str] | None = None
     ) -> None:
         sample.result, sample.error, sample.finished = result, error, self._clock.now()
+        sample.job = None
+        if error is not None:
+            sample.targets_layout = None
         wake(sample.waiters)
         if sample.sampler_id:
             self._completions_of(sample.sampler_id).add(sample.id, "finished" if sample.error is None else "failed")
-        self._kept_bytes += sample.size_bytes
-        self._forget()
+        for sample_id in self._finished.add(sample.tenant, sample.id, sample.size_bytes, sample.finished):
+            dropped = self._samples.pop(sample_id)
+            if self._by_key.get(dropped.key) is dropped:  # not that of a later attempt
+                del self._by_key[dropped.key]
 
     def _completions_of(self, sampler_id: str) -> Completions:
         if sampler_id not in self._completions:
@@ -289,39 +354,27 @@ class Sampling:
             del self._completions[oldest]
         return self._completions[sampler_id]
 
-    def _forget(self) -> None:
-        """Drop results that were not fetched, oldest first, when they are old or too many."""
-        now = self._clock.now()
-        while self._samples:
-            oldest = next(iter(self._samples.values()))
-            if oldest.finished is None:
-                if self._kept_bytes <= KEPT_BYTES:
-                    return
-                self._samples.move_to_end(oldest.id)  # still running: look at the next
-                if all(not sample.is_done for sample in self._samples.values()):
-                    return
-                continue
-            if self._kept_bytes <= KEPT_BYTES and now - oldest.finished < KEPT_S:
-                return
-            del self._samples[oldest.id]
-            self._kept_bytes -= oldest.size_bytes
-            self._by_key.pop(oldest.key, None)
-
     # ── Requests that are streamed
 
-    async def run(self, tenant: str, target: SampleTarget, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
+    async def run(
+        self, tenant: str, target: SampleTarget, spec: SampleSpec, streams: int = 1
+    ) -> AsyncIterator[SampleEvent]:
         """Yield events as they come, `Sampled` last. Closing it cancels.
 
-        Raises EngineFault, or RequestRejected if the queue is full.
+        `streams` of one response share what may be unread. Raises EngineFault, or RequestRejected if the queue is full
+        or if events are not read.
         """
-        events: asyncio.Queue[SampleEvent | Exception] = asyncio.Queue()
-        job = SampleJob(tenant, target, spec, events.put_nowait)
+
+        def overflow() -> Exception:
+            self._cancel(job)
+            return self._ledger.rejection("max_unread_bytes", "This stream was not read and its sample is cancelled")
+
+        events = StreamBuffer(self._config.max_unread_bytes // streams, overflow)
+        job = SampleJob(tenant, target, spec, events.put)
         self._enqueue(job)
         try:
             while True:
                 event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
                 yield event
                 if isinstance(event, Sampled):
                     return
@@ -336,15 +389,12 @@ class Sampling:
         # A tenant with less than an even share is let in although another has filled the queue.
         share = limit // len({*self._rows_of, job.tenant})
         if total + rows > limit and own and own + rows > share:
-            raise too_many_requests(
-                f"{total} sequences are queued or being sampled, and the limit is {limit} "
-                "(--max-queued-samples). Try again in a moment.",
-                "too_many_samples",
-            )
+            raise self._ledger.rejection("max_queued_samples", f"{total} sequences are queued or being sampled")
+        self._ledger.take("sample_bytes", job.tenant, job.size_bytes, "bytes of samples that wait or run")
         self._queues.setdefault(job.tenant, deque()).append(job)
         self.queued += rows
         self._rows_of[job.tenant] = own + rows
-        self._pump()
+        self._pump(job.tenant)
 
     def _dequeue(self, job: SampleJob) -> None:
         queue = self._queues[job.tenant]
@@ -354,47 +404,56 @@ class Sampling:
         self.queued -= job.spec.num_samples
 
     def _release(self, job: SampleJob) -> None:
+        self._ledger.give_back("sample_bytes", job.tenant, job.size_bytes)
         self._rows_of[job.tenant] -= job.spec.num_samples
         if not self._rows_of[job.tenant]:
             del self._rows_of[job.tenant]
 
-    def _pump(self) -> None:
-        """Start jobs while the engine has room."""
+    def _pump(self, tenant: str) -> None:
+        """Start a tenant's jobs while it has few sequences in the engine: twice what is sampled at the same time."""
         window = 2 * self._config.max_rows
-        while self._queues and (self.running < window):
-            tenant = self._shares.pick(self._queues)
+        while tenant in self._queues and self._running_of.get(tenant, 0) < window:
             job = self._queues[tenant][0]
             self._dequeue(job)
-            self._shares.charge(tenant, job.cost)
             self.running += job.spec.num_samples
+            self._running_of[tenant] = self._running_of.get(tenant, 0) + self._rows(job)
             job.task = asyncio.create_task(self._sample(job))
             self._tasks.add(job.task)
             job.task.add_done_callback(partial(self._ended, job))
 
+    def _rows(self, job: SampleJob) -> int:
+        """Return how many rows of the engine a job can have: the next one must be there before its last row ends."""
+        return min(job.spec.num_samples, self._config.max_rows)
+
     def _ended(self, job: SampleJob, task: asyncio.Task[int | None]) -> None:
         """Not in the task's own `finally`: a task that is cancelled before its first step never gets there."""
         self._tasks.discard(task)
+        job.task = None  # the result is kept for a while; a task would keep its frame and its context with it
         self.running -= job.spec.num_samples
+        self._running_of[job.tenant] -= self._rows(job)
+        if not self._running_of[job.tenant]:
+            del self._running_of[job.tenant]
         self._release(job)
         sampled = None if task.cancelled() else task.result()
         outcome = "cancelled" if task.cancelled() else "failed" if sampled is None else "done"
         self._metrics.sample(outcome, len(job.spec.prompt), sampled or 0, job.target.info.name)
-        self._pump()
+        self._pump(job.tenant)
 
     async def _sample(self, job: SampleJob) -> int | None:
         """Return how many tokens were drawn; None if it failed."""
         try:
-            result = await self._run_with_engine(job)
+            sampling = partial(self._run_with_engine, job)
+            result = await while_held(self._db, self._store, self._clock, job.target.folder, sampling)
         except Exception as error:
             if not isinstance(error, (EngineFault, EngineDied)):
                 logger.error("a sample failed", exc_info=error)
             job.sink(error)
             return None
         job.sink(result)
-        return sum(len(row.tokens) for row in result.sequences)
+        return sum(row.length for row in result.sequences)
 
     async def _run_with_engine(self, job: SampleJob) -> Sampled:
-        deaths, has_streamed = 0, False
+        deaths, has_streamed, evicted = 0, False, 1
         while True:
             try:
                 await self._engine.ready()
@@ -405,6 +464,10 @@ class Sampling:
                         has_streamed = True
                         job.sink(event)
                 raise EngineFault("The engine ended a sample without a result.", "server")
+            except OutOfMemory:
+                evicted *= 2
+                if has_streamed or evicted > MOST_EVICTED or not await self._relieve(evicted, None):
+                    raise
             except EngineDied as error:
                 deaths += 1
                 if has_streamed or deaths >= MOST_DEATHS:  # a stream cannot take back tokens that it sent

@@ -8,22 +8,24 @@ from typing import Any
 
 from tinkex.engine.contract import ModelInfo, Sampled, SampleSpec
 from tinkex.errors import ContextOverflow
-from tinkex.rules import limits
+from tinkex.rules import ranges
 from tinkex.server.http.errors import bad_request
-from tinkex.server.sampling.sample_queue import SampleTarget
+from tinkex.server.limits.ledger import Ledger
+from tinkex.server.sampling.sample_queue import SampleTarget, TargetsLayout
 from tinkex.server.training.checks import check_text
-from tinkex.types.packed import pack_floats, pack_tokens
+from tinkex.types.packed import pack_ints, unpack
 from tinkex.types.sampling import (
     PromptAltTokens,
     SampledSequence,
     SampleRequest,
     SampleResponse,
     SamplingParams,
-    TopkList,
-    TopkLogprobs,
     pack_prompt_logprobs,
 )
 from tinkex.types.tensor import TensorData
+
+BLOCK_BYTES = 1 << 15
+"""Packed numbers that become Python's at a time: 8,192 of them, in a millisecond or two."""
 
 
 def spec_of(request: SampleRequest, target: SampleTarget, *, is_streamed: bool = False) -> SampleSpec:
@@ -33,7 +35,7 @@ def spec_of(request: SampleRequest, target: SampleTarget, *, is_streamed: bool =
     if request.record_stability_info:
         raise bad_request("record_stability_info is not offered here: it belongs to stable_reinforce.", "not_offered")
     length, last_n = request.prompt.length, request.prompt_logprobs_last_n
-    limits.check_sample(
+    ranges.check_sample(
         length,
         request.num_samples,
         params,
@@ -43,8 +45,8 @@ def spec_of(request: SampleRequest, target: SampleTarget, *, is_streamed: bool =
         target_prompt_logprobs=request.target_prompt_logprobs,
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         prompt_logprobs_last_n=last_n,
-        max_samples=limits.MAX_SAMPLES,
-        max_topk=limits.MAX_TOPK,
+        max_samples=ranges.MAX_SAMPLES,
+        max_topk=ranges.MAX_TOPK,
     )
     stop_tokens, stop_strings = stops_of(params.stop, info)
     return SampleSpec(
@@ -113,46 +115,68 @@ def _targets(tensor: TensorData | None, info: ModelInfo) -> tuple[tuple[int, ...
     bounds = tensor.sparse_crow_indices or list(range(0, len(values) + 1, max(shape[1], 1)))
     for position, token in enumerate(values):
         if not 0 <= token < info.vocab_size:
-            raise limits.unknown_token_error("target_prompt_logprobs", position, int(token), info.name, info.vocab_size)
+            raise ranges.unknown_token_error("target_prompt_logprobs", position, int(token), info.name, info.vocab_size)
     if shape[1] == 0:
         return tuple(() for _ in range(shape[0]))
     return tuple(tuple(map(int, values[bounds[row] : bounds[row + 1]])) for row in range(shape[0]))
 
 
-def response_of(result: Sampled, layout: TensorData | None, sequence_ids: Sequence[str]) -> SampleResponse:
+# ── Limits
+
+
+def values_of(spec: SampleSpec) -> int:
+    """Return how many numbers a sample may return."""
+    sampled = spec.num_samples * spec.max_tokens * (1 + spec.topk_sample)
+    # Alternatives are written as two tensors, which JSON cannot be made of in pieces.
+    about_prompt = len(spec.prompt) * (spec.prompt_logprobs + spec.topk_prompt + 8 * spec.alt_k)
+    return sampled + about_prompt + sum(map(len, spec.targets or ()))
+
+
+def check_limits(specs: Sequence[SampleSpec], ledger: Ledger, value_cost: int = 1) -> None:
+    """Reject samples of one request that together return too much, or that have too many or too long stop strings.
+
+    `value_cost` is what a number of the response costs, compared with one that stays packed.
+    """
+    values = value_cost * sum(map(values_of, specs))
+    ledger.check("max_sample_values", values, f"This request may return {values} numbers")
+    for spec in specs:
+        stops = len(spec.stop_tokens) + len(spec.stop_strings)
+        ledger.check("max_stops", stops, f"This request has {stops} stop strings and stop tokens")
+        characters = sum(map(len, spec.stop_strings))
+        ledger.check("max_text_characters", characters, f"The stop strings have {characters} characters together")
+
+
+# ── Results
+
+
+def response_of(result: Sampled, layout: TargetsLayout | None, sequence_ids: Sequence[str]) -> SampleResponse:
+    """Return the response to a sample. Looks at the result's packed numbers and copies none."""
     sequences = [
-        SampledSequence.from_buffers(
-            row.stop_reason,
-            pack_tokens(row.tokens),
-            pack_floats(row.logprobs),
-            name,
-            None if row.topk is None else TopkLogprobs.from_lists(list(row.topk)),
-        )
+        SampledSequence.from_buffers(row.stop_reason, row.packed_tokens, row.packed_logprobs, name, row.topk)
         for row, name in zip(result.sequences, sequence_ids, strict=True)
     ]
-    topk: TopkList | None = result.topk_prompt
     return SampleResponse.from_buffers(
         sequences,
         None if result.prompt_logprobs is None else pack_prompt_logprobs(result.prompt_logprobs),
-        None if topk is None else TopkLogprobs.from_lists(topk),
+        result.topk_prompt,
         _target_tensor(result, layout),
         result.cache_hit_tokens,
         _alternatives(result),
     )
 
 
-def _target_tensor(result: Sampled, layout: TensorData | None) -> TensorData | None:
+def _target_tensor(result: Sampled, layout: TargetsLayout | None) -> TensorData | None:
     if result.targets is None or layout is None:
         return None
-    flat = pack_floats([value for row in result.targets for value in row])
-    crow, col = layout.sparse_crow_indices, layout.sparse_col_indices
-    return TensorData.from_buffer(flat, "float32", layout.shape, crow, col)
+    return TensorData.from_buffer(result.targets, "float32", layout.shape, layout.crow, layout.col)
 
 
 def _alternatives(result: Sampled) -> PromptAltTokens | None:
-    rows = result.alternatives
-    if rows is None:
+    if (drawn := result.alternatives) is None:
         return None
-    shape = [len(rows), len(rows[0]) if rows else 0]
-    tokens = TensorData([token for row in rows for token, _ in row], "int64", shape)
-    return PromptAltTokens(tokens, TensorData([value for row in rows for _, value in row], "float32", shape))
+    tokens, logprobs = drawn.packed()
+    shape = [drawn.length, drawn.k]
+    wide = b"".join(pack_ints(unpack("i", tokens[at : at + BLOCK_BYTES])) for at in range(0, len(tokens), BLOCK_BYTES))
+    return PromptAltTokens(
+        TensorData.from_buffer(wide, "int64", shape), TensorData.from_buffer(logprobs, "float32", shape)
+    )

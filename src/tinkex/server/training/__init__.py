@@ -8,7 +8,6 @@ Others import:
     worker            Worker: runs them; what is queued, paused or active
     waiters           Waiters, OperationResult: long polls and results
     run_queue         RunQueue, PendingOperation: one run's operations
-    scheduler         Shares: fairness between tenants, also for samples
-    checks            check_data, check_text: what a request may contain
+    checks            check_data, check_text, count_targets: what a request may contain
     steps             steps_of, thinned: a journal as optimizer steps
 """

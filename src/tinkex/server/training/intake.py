@@ -7,34 +7,48 @@ one operation. A number whose content was rejected may be sent again; otherwise 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeGuard
 from uuid import uuid4
 
-import orjson
-
 from tinkex.clock import Clock
-from tinkex.server.http.errors import RequestRejected, bad_request, not_found, too_many_requests
+from tinkex.server.http.errors import RequestRejected, bad_request, not_found
+from tinkex.server.limits.ledger import Ledger
+from tinkex.server.limits.quotas import QuotaExceeded, Quotas
+from tinkex.server.training.operation_runner import CHECKPOINT_KINDS
+from tinkex.server.training.residency import digest_of
 from tinkex.server.training.run_queue import PendingOperation, RunQueue, Taken
 from tinkex.server.training.scheduler import cost_of
 from tinkex.server.training.worker import Worker
+from tinkex.server.upkeep.blob_calls import kept_payload
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.settings import ServeConfig
-from tinkex.store.errors import Duplicate
+from tinkex.store.errors import Duplicate, HomeLost
 from tinkex.store.records import OperationRecord, RunRecord, lora_of
 from tinkex.store.store import Store
 
-KEPT_COMMAND_BYTES = 1 << 20
-"""Commands up to this size stay in memory while they wait; larger ones are read back from the journal."""
+MAX_LOOP_BYTES = 4 << 20
+"""Commands up to this size are hashed on the event loop: that takes a few milliseconds."""
+MODEL_DAY_S = 86_400.0
+"""A run counts among those of its tenant if it was used within this time. Most clients never unload a run."""
 MAX_SEQ = 2**31 - 1
+CONFLICT = "conflict"
+"""The code of the error for a number that came in before with different content."""
 
 
 class Intake:
-    def __init__(self, config: ServeConfig, clock: Clock, store: Store, db: Db, worker: Worker) -> None:
-        self._config, self._clock, self._store, self._db, self._worker = config, clock, store, db, worker
+    def __init__(
+        self,
+        clock: Clock,
+        store: Store,
+        db: Db,
+        worker: Worker,
+        ledger: Ledger,
+        quotas: Quotas,
+    ) -> None:
+        self._clock, self._store, self._db, self._worker = clock, store, db, worker
+        self._ledger, self._quotas = ledger, quotas
         self._arriving: dict[tuple[str, int], asyncio.Future[str]] = {}
         """(run, number) → the request id, for operations that are being written to the journal."""
 
@@ -60,7 +74,8 @@ class Intake:
                     raise not_found("session", run.session_id)
                 request_id = self._repeated(creation, known.taken[0])
             else:
-                await self._db(self._store.add_run, run, creation, b"")
+                await self._check_room(run)
+                await self._db(self._store.add_run, run, creation, b"", await self._worker.home(run.id))
                 await self._worker.run_queue(run.id)
                 request_id = creation.request_id
             arriving.set_result(request_id)
@@ -75,26 +90,56 @@ class Intake:
         *,
         options: dict[str, Any] | None = None,
         tokens: int = 0,
+        targets: int = 0,
     ) -> str:
         """Write an operation to the journal, then put it into its queue. Return the request id."""
         options = options or {}
         if seq_id is not None and not is_seq(seq_id):
             raise bad_request(f"seq_id must be a whole number from 1 on, got {str(seq_id)[:50]!r}.", "bad_seq_id")
+        digest = await self._digest(kind, command, options)
         number = queue.next_number() if seq_id is None else seq_id
         while seq_id is None and (queue.run.id, number) in self._arriving:
             number += 1  # two requests without numbers of their own are two operations
-        cost = cost_of(kind, tokens)
-        digest = digest_of(kind, command, options)
+        cost = cost_of(kind, tokens, targets)
         row = self._row(queue.run, number, kind, digest, cost_tokens=cost, tokens=tokens, options=options)
         if (arriving := self._arriving.get((row.run_id, number))) is not None:
             await asyncio.shield(arriving)  # another attempt of it is on its way into the journal
         if (taken := queue.taken.get(number)) is not None and not taken.is_rejected:
             return self._repeated(row, taken)
         self._check_open(queue)
-        with self._arrival(row) as arriving:
-            request_id = await self._accept(queue, row, command)
-            arriving.set_result(request_id)
-            return request_id
+        self._worker.queued_work.take(row.tenant, len(command))
+        try:
+            with self._arrival(row) as arriving:
+                if kind in CHECKPOINT_KINDS:
+                    await self._reserve(queue, row)
+                request_id = await self._accept(queue, row, command)
+                arriving.set_result(request_id)
+                return request_id
+        except QuotaExceeded as error:
+            await self.reject(queue, seq_id, kind, error)
+            raise
+        except RequestRejected as error:
+            if seq_id is not None or error.code != CONFLICT:
+                raise
+        finally:
+            if not queue.has(number):  # it will not run: it failed, came before, or came too late
+                self._quotas.release((row.run_id, number))
+                self._worker.queued_work.give_back(row.tenant, len(command))
+        # The journal had an operation under this number, of whose confirmation we did not hear: take the next one.
+        return await self.submit(queue, None, kind, command, options=options, tokens=tokens, targets=targets)
+
+    @staticmethod
+    async def _digest(kind: str, command: bytes, options: dict[str, Any]) -> str:
+        if len(command) <= MAX_LOOP_BYTES:
+            return digest_of(kind, command, options)
+        return await asyncio.to_thread(digest_of, kind, command, options)
+
+    async def _reserve(self, queue: RunQueue, row: OperationRecord) -> None:
+        """Reserve what a checkpoint will take, as far as its size is known. Raises QuotaExceeded if it is too much."""
+        kind, name = CHECKPOINT_KINDS[row.kind], row.options.get("name")
+        path = "" if name is None else f"tinker://{row.run_id}/{kind}/{name}"
+        size = self._quotas.expected_bytes(queue.run, kind)
+        await self._quotas.reserve((row.run_id, row.seq_id), row.tenant, size, replaced_path=path)
 
     @contextmanager
     def _arrival(self, row: OperationRecord) -> Iterator[asyncio.Future[str]]:
@@ -112,20 +157,34 @@ class Intake:
 
     async def _accept(self, queue: RunQueue, row: OperationRecord, command: bytes) -> str:
         try:
-            await self._db(self._store.add_operation, row, command)
+            content = await kept_payload(self._db, self._store, command)
+            await self._db(self._store.add_operation, row, content, queue.home)
         except Duplicate as duplicate:  # an earlier attempt was stored, only its confirmation was lost
             existing = duplicate.existing
-            row = replace(row, request_id=self._repeated(row, Taken(existing.request_id, existing.digest)))
-            if existing.state != "queued":
-                return row.request_id  # it ended long ago: the queue has forgotten its number
+            taken = queue.taken[row.seq_id] = Taken(existing.request_id, existing.digest)
+            if existing.state == "queued":  # whatever this attempt is: that one was accepted, and the run waits for it
+                is_same = existing.digest == row.digest
+                await self._enqueue(queue, existing, command if is_same else None, len(command))
+            return self._repeated(row, taken)
+        except HomeLost:
+            self._worker.lose(queue)
+            raise
+        await self._enqueue(queue, row, command, len(command))
+        return row.request_id
+
+    async def _enqueue(self, queue: RunQueue, row: OperationRecord, command: bytes | None, size: int) -> None:
+        """Put an operation of the journal into its queue, or fail it if it came too late. `size` was counted for it."""
         if queue.is_late(row.seq_id):
             queue.taken[row.seq_id] = Taken(row.request_id, row.digest)
-            await self._worker.fail(row, queue.late_reason(row.seq_id), "user")
-            return row.request_id
-        pending = PendingOperation(row, self._clock.now(), command if len(command) <= KEPT_COMMAND_BYTES else None)
+            await self._worker.fail(queue, row, queue.late_reason(row.seq_id), "user")
+            return
+        if not self._worker.knows(queue):  # another server has the run by now, and finds the operation in the journal
+            return
+        pending = PendingOperation(row, self._clock.now(), size)
+        if command is not None:
+            self._worker.queued_work.keep(pending, command)
         queue.add(pending)
         self._worker.enqueue(pending)
-        return row.request_id
 
     async def reject(self, queue: RunQueue, seq_id: object, kind: str, error: RequestRejected) -> None:
         """Note a number that came in with content that cannot run: the run does not wait for it."""
@@ -137,9 +196,17 @@ class Intake:
         ):
             return
         row = self._row(queue.run, seq_id, kind, "", state="refused", error=error.detail, category=error.category)
-        queue.taken[seq_id] = Taken(row.request_id, "", is_rejected=True)
-        await self._db(self._store.add_operation, replace(row, finished_at=row.created_at), None)
+        forgotten = queue.reject(row)
+        await self._db(self._store.add_rejected, replace(row, finished_at=row.created_at), forgotten, queue.home)
         self._worker.wake()
+
+    async def _check_room(self, run: RunRecord) -> None:
+        """Reject a run that is one too many of its tenant, or whose adapter is larger than the memory for all."""
+        since = run.created_at - MODEL_DAY_S
+        models = await self._db(self._store.count_open_runs, run.tenant, since) + 1
+        self._ledger.check("max_models", models, f"This key would have {models} training runs")
+        size = self._worker.adapter_size(run)
+        self._worker.memory.check_size(self._ledger, size, f"An adapter of rank {run.rank} on {run.base_model}")
 
     def _row(self, run: RunRecord, seq_id: int, kind: str, digest: str, **rest: Any) -> OperationRecord:
         return OperationRecord(
@@ -161,13 +228,6 @@ class Intake:
             )
         if (reason := self._worker.unserved_reason(queue)) is not None:
             raise bad_request(f"Model {run.id} cannot go on: {reason}.", "unknown_base_model")
-        waiting = self._worker.waiting_of(run.tenant)
-        if waiting >= self._config.max_queued_operations:
-            raise too_many_requests(
-                f"{waiting} training operations are waiting already, which is the limit "
-                "(--max-queued-operations). Await some results before sending more.",
-                "too_many_operations",
-            )
 
     @staticmethod
     def _repeated(row: OperationRecord, taken: Taken) -> str:
@@ -176,17 +236,10 @@ class Intake:
             raise bad_request(
                 f"Model {row.run_id} already received operation {row.seq_id} with different content. "
                 "Use a new seq_id for new work; a repeated attempt must repeat the same content.",
-                "conflict",
+                CONFLICT,
             )
         return taken.request_id
 
 
 def is_seq(seq_id: object) -> TypeGuard[int]:
     return isinstance(seq_id, int) and not isinstance(seq_id, bool) and 0 < seq_id <= MAX_SEQ
-
-
-def digest_of(kind: str, command: bytes, options: dict[str, Any]) -> str:
-    """Return a hash of what an operation does, by which a retry is known."""
-    digest = hashlib.blake2b(command, digest_size=16)
-    digest.update(orjson.dumps([kind, options], option=orjson.OPT_SORT_KEYS))
-    return digest.hexdigest()

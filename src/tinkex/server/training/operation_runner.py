@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +16,21 @@ from tinkex.clock import Clock
 from tinkex.engine import frames
 from tinkex.engine.contract import Engine, EngineDied, EngineFault, read_outputs
 from tinkex.engine.frames import Frame
-from tinkex.server.training.residency import Residency
+from tinkex.server.limits.quotas import QuotaExceeded, Quotas
+from tinkex.server.training.residency import Residency, damaged, read_command
 from tinkex.server.training.run_queue import PendingOperation, RunQueue
 from tinkex.server.training.waiters import OperationResult
-from tinkex.server.upkeep import folders
+from tinkex.server.upkeep.blob_calls import held, keep
+from tinkex.server.upkeep.checksums import DamagedCheckpoint, check_files
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.store.records import CheckpointKind, CheckpointRecord, SamplerRecord, lora_of
+from tinkex.store.blobs.data_folder import EPHEMERAL
+from tinkex.store.errors import DamagedBlob
+from tinkex.store.records import CheckpointKind, CheckpointRecord, DamagedJson, SamplerRecord, lora_of
 from tinkex.store.store import Store
 from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import proto_codec
+
+logger = logging.getLogger("tinkex.server")
 
 CHECKPOINT_KINDS: dict[str, CheckpointKind] = {
     "save_weights": "weights",
@@ -28,16 +39,22 @@ CHECKPOINT_KINDS: dict[str, CheckpointKind] = {
 }
 
 
+MAX_LOOP_BYTES = 1 << 20
+"""Results of passes up to this size are encoded on the event loop: that takes a few milliseconds."""
+
+
 class OperationRunner:
     def __init__(
-        self, clock: Clock, store: Store, db: Db, engine: Engine, residency: Residency, data_dir: Path
+        self, clock: Clock, store: Store, db: Db, engine: Engine, residency: Residency, quotas: Quotas
     ) -> None:
         self._clock, self._store, self._db, self._engine = clock, store, db, engine
-        self._residency, self._data_dir = residency, data_dir
+        self._residency, self._quotas = residency, quotas
 
     async def run(self, queue: RunQueue, pending: PendingOperation) -> OperationResult:
         """Run an operation whose adapter is in the engine. Raises EngineFault (final) or EngineDied (run it again)."""
         kind, run_id = pending.row.kind, queue.run.id
+        if isinstance(pending.row.options, DamagedJson):
+            raise damaged(pending.row, "its options cannot be read")
         if kind in ("forward", "forward_backward", "optim_step"):
             return await self._compute(pending)
         if kind in CHECKPOINT_KINDS:
@@ -47,7 +64,7 @@ class OperationRunner:
         if kind == "create_model":
             return _json_result(pending, {"type": "create_model", "model_id": run_id})
         if kind == "unload_model":
-            await self._db(self._store.set_unloaded, run_id)
+            await self._db(self._store.set_unloaded, run_id, queue.home)
             return _json_result(pending, {"type": "unload_model", "model_id": run_id})
         raise EngineFault(f"This service does not know the operation {kind!r}.", "server")
 
@@ -55,7 +72,7 @@ class OperationRunner:
         """Hand the encoded frame to the engine as the journal has it, untouched."""
         command, tenant = pending.command, pending.row.tenant
         if command is None:
-            command = await self._db(self._store.command, pending.row.request_id)
+            command = await read_command(self._db, self._store, pending.row)
         started = self._clock.now()
         reply = await self._engine.run(command, tenant=tenant)
         engine_s = self._clock.now() - started
@@ -68,12 +85,11 @@ class OperationRunner:
                 engine_s=engine_s,
                 metrics={**metrics, "learning_rate": rate},
             )
-        output = ForwardBackwardOutput.model_construct(
-            loss_fn_output_type="ArrayRecord", loss_fn_outputs=read_outputs(reply), metrics=metrics
-        )
+        size = sum(memoryview(buffer).nbytes for buffer in reply.buffers)
+        content = _encode_pass(reply) if size <= MAX_LOOP_BYTES else await asyncio.to_thread(_encode_pass, reply)
         return OperationResult(
             tenant=tenant,
-            content=proto_codec.encode_forward_backward_output(output),
+            content=content,
             content_type="proto",
             engine_s=engine_s,
             own_s=reply.head.get("seconds"),
@@ -90,13 +106,18 @@ class OperationRunner:
             raise EngineFault(
                 f"{path} exists already. Choose another name, or pass overwrite=True to replace it.", "user"
             )
+        await self._reserve(queue, pending, kind, "" if is_ephemeral else path)
         # A folder is never written twice: a download or a sampler that reads the former one goes on reading it.
-        leaf = str(options["sampling_session_seq_id"] if is_ephemeral else name)
-        folder = folders.new_folder(self._data_dir, run.id, folders.EPHEMERAL if is_ephemeral else kind, leaf)
-        command = {"op": "save", "adapter": run.id, "folder": str(self._data_dir / folder)}
+        leaf, folders = str(options["sampling_session_seq_id"] if is_ephemeral else name), self._store.folders
+        if queue.home is not None:  # a former home that was frozen may still be writing one of this name
+            leaf = f"{leaf}.{queue.home.epoch}"
+        folder = folders.new(run.id, EPHEMERAL if is_ephemeral else kind, leaf)
+        command = {"op": "save", "adapter": run.id, "folder": str(folders.path(folder))}
         reply = await self._engine.run(Frame({**command, "with_optimizer": kind == "weights"}))
+        await keep(self._db, self._store, folder, reply.head["files"])
+        self._quotas.note_bytes(run, kind, reply.head["size_bytes"])
         if is_ephemeral:
-            return await self._ephemeral_sampler(queue, pending, folder)
+            return await self._ephemeral_sampler(queue, pending, folder, reply.head["size_bytes"])
         now, ttl_s = self._clock.wall(), options.get("ttl_seconds")
         checkpoint = CheckpointRecord(
             path=path,
@@ -116,7 +137,21 @@ class OperationRunner:
         )
         return _json_result(pending, {"type": pending.row.kind, "path": path}, checkpoint=checkpoint)
 
-    async def _ephemeral_sampler(self, queue: RunQueue, pending: PendingOperation, folder: str) -> OperationResult:
+    async def _reserve(self, queue: RunQueue, pending: PendingOperation, kind: str, path: str) -> None:
+        """Reserve what the checkpoint will take, before it is written. When it was accepted, its size was a guess."""
+        run = queue.run
+        if not self._quotas.is_limited:
+            return
+        command = {"op": "size", "adapter": run.id, "with_optimizer": kind == "weights"}
+        size = (await self._engine.run(Frame(command))).head["size_bytes"]
+        try:
+            await self._quotas.reserve((run.id, pending.row.seq_id), run.tenant, size, replaced_path=path)
+        except QuotaExceeded as error:
+            raise EngineFault(error.detail, "user") from None
+
+    async def _ephemeral_sampler(
+        self, queue: RunQueue, pending: PendingOperation, folder: str, size_bytes: int
+    ) -> OperationResult:
         """Return a sampler of weights that were saved without a name; they go with the session."""
         run = queue.run
         sampler_id = f"{run.session_id}:sample:{pending.row.options['sampling_session_seq_id']}"
@@ -130,6 +165,7 @@ class OperationRunner:
             base_model=run.base_model,
             created_at=self._clock.wall(),
             folder=folder,
+            size_bytes=size_bytes,
         )
         # No `path`: clients before 0.36 reject an ephemeral response that has one.
         return _json_result(pending, {"type": pending.row.kind, "sampling_session_id": sampler_id}, sampler=sampler)
@@ -149,9 +185,9 @@ class OperationRunner:
             raise EngineFault(
                 f"{path} belongs to the base model {source.base_model}, this run to {run.base_model}.", "user"
             )
-        folder = str(self._data_dir / source.folder)
-        command = {"op": "load", "adapter": run.id, "folder": folder, "with_optimizer": with_optimizer}
-        await self._engine.run(Frame(command))
+        async with self._held(source) as folder:
+            command = {"op": "load", "adapter": run.id, "folder": str(folder), "with_optimizer": with_optimizer}
+            await self._engine.run(Frame(command))
         # The source may be deleted or replaced before a crash: the journal alone could not bring this state back.
         try:
             await self._residency.snapshot(queue, pending.row.seq_id)
@@ -162,6 +198,31 @@ class OperationRunner:
             await self._residency.drop(run.id)
             raise
         return _json_result(pending, {"type": "load_weights", "path": path, "model_id": run.id})
+
+    @asynccontextmanager
+    async def _held(self, source: CheckpointRecord) -> AsyncIterator[Path]:
+        """Let the block read the files of a checkpoint, which are what was saved.
+
+        They are read every time: a run goes on for hours with what it loads.
+        """
+        async with AsyncExitStack() as stack:
+            check = partial(check_files, source, may_skip_known=False)
+            try:
+                folder = await stack.enter_async_context(held(self._db, self._store, source.folder, check))
+            except FileNotFoundError:
+                raise EngineFault(f"The files of {source.path} are gone. Was it deleted meanwhile?", "server") from None
+            except (DamagedCheckpoint, DamagedBlob) as error:
+                logger.error("%s", error)
+                raise EngineFault(str(error), "server") from None
+            yield folder
+
+
+def _encode_pass(reply: Frame) -> bytes:
+    """Return the client's response to a pass."""
+    output = ForwardBackwardOutput.model_construct(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=read_outputs(reply), metrics=reply.head["metrics"]
+    )
+    return proto_codec.encode_forward_backward_output(output)
 
 
 def _json_result(pending: PendingOperation, response: dict[str, Any], **rest: Any) -> OperationResult:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tinkex.store.records import OperationRecord, RunRecord
+from tinkex.store.records import Home, OperationRecord, RunRecord
 
 MOST_TAKEN = 10_000
 """Numbers of a run that are remembered here; the journal knows older ones."""
+
+MOST_REJECTED = 1000
+"""Rejected numbers of a run that are remembered, here and in the journal. A run waits for one that was forgotten, as it
+waits for a number that did not come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,9 +25,14 @@ class PendingOperation:
 
     row: OperationRecord
     arrived: float
+    size: int = 0
+    """The bytes of its command; 0 for one that the journal had at the start."""
     command: bytes | None = None
-    """The encoded frame for the engine, if it is small; a large one is read from the journal when it runs."""
+    """The encoded frame for the engine, if it is kept in memory; otherwise it is read from the journal."""
+    kept_bytes: int = 0
     engine_deaths: int = 0
+    waits_for: str = ""
+    """What it waits for outside of its queue, if it does: a bucket that does not respond."""
 
 
 class Taken(NamedTuple):
@@ -37,8 +46,10 @@ class Taken(NamedTuple):
 class RunQueue:
     """The operations of one run that wait, the one that runs, and the sequence numbers that came in."""
 
-    def __init__(self, run: RunRecord) -> None:
+    def __init__(self, run: RunRecord, home: Home | None = None) -> None:
         self.run = run
+        self.home = home
+        """The right to work on the run, where several servers share the store."""
         self.started_up_to = -1
         """Every number up to this one was started, rejected or skipped."""
         self.waiting: dict[int, PendingOperation] = {}
@@ -46,19 +57,27 @@ class RunQueue:
         self.is_evicting = False
         """Whether the adapter is leaving the engine; no operation starts meanwhile."""
         self.taken: dict[int, Taken] = {}
+        self.rejected: dict[int, str] = {}
+        """Number → request id of the rejected operations in the journal, the oldest first."""
+        self.used_at = 0.0
+        """When a request last asked for it."""
         self.engine_s = 0.0
         """Engine time since the last snapshot: what a rebuild would take."""
         self.is_changed = False
         """Whether the adapter differs from its last snapshot."""
 
     @classmethod
-    def restored(cls, run: RunRecord, operations: list[OperationRecord], now: float) -> RunQueue:
+    def restored(
+        cls, run: RunRecord, operations: list[OperationRecord], now: float, home: Home | None = None
+    ) -> RunQueue:
         """Make the queue of a run from its journal, after a restart."""
-        queue = cls(run)
+        queue = cls(run, home)
         # A rejected number has not run: those before it may still come.
         queue.started_up_to = max((row.seq_id for row in operations if row.state in ("done", "failed")), default=-1)
         for row in operations:
             queue.taken[row.seq_id] = Taken(row.request_id, row.digest, row.state == "refused")
+            if row.state == "refused":
+                queue.rejected[row.seq_id] = row.request_id
             # A crash may leave an operation queued that came too late and was about to fail: `Worker` fails it.
             if row.state == "queued" and not queue.is_late(row.seq_id):
                 queue.waiting[row.seq_id] = PendingOperation(row, now)
@@ -68,7 +87,24 @@ class RunQueue:
     def add(self, pending: PendingOperation) -> None:
         row = pending.row
         self.taken[row.seq_id] = Taken(row.request_id, row.digest)
+        self.rejected.pop(row.seq_id, None)
         self.waiting[row.seq_id] = pending
+
+    def has(self, seq_id: int) -> bool:
+        """Whether the operation of this number waits or runs."""
+        return seq_id in self.waiting or (self.running is not None and self.running.row.seq_id == seq_id)
+
+    def reject(self, row: OperationRecord) -> list[str]:
+        """Note a number whose content was rejected. Return the request ids of older ones that are forgotten for it."""
+        self.taken[row.seq_id] = Taken(row.request_id, "", is_rejected=True)
+        self.rejected[row.seq_id] = row.request_id
+        forgotten = []
+        while len(self.rejected) > MOST_REJECTED:
+            oldest = next(iter(self.rejected))
+            forgotten.append(self.rejected.pop(oldest))
+            if self._is_rejected(oldest):
+                del self.taken[oldest]
+        return forgotten
 
     @property
     def is_busy(self) -> bool:

@@ -16,9 +16,13 @@ _BACKWARD_COST = 3
 """Times the cost of a forward pass: the backward pass that follows takes about twice as long."""
 
 
-def cost_of(kind: str, tokens: int) -> int:
-    """Return what an operation costs its tenant: its tokens, weighted by the work that one token takes."""
-    return tokens * _BACKWARD_COST if kind == "forward_backward" else tokens
+def cost_of(kind: str, tokens: int, targets: int = 0) -> int:
+    """Return what an operation costs its tenant: its tokens, weighted by the work that one token takes.
+
+    A pass with several targets per position costs its targets: each has to be computed, returned and stored.
+    """
+    cost = max(tokens, targets)
+    return cost * _BACKWARD_COST if kind == "forward_backward" else cost
 
 
 @dataclass(slots=True)

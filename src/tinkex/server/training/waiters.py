@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,6 +58,11 @@ class Waiters:
         while len(self._recent) > 1 and (self._bytes > RECENT_BYTES or len(self._recent) > MOST_RECENT):
             self._bytes -= len(self._recent.popitem(last=False)[1].content)
         wake(self._waiting.pop(request_id, set()))
+
+    def let_go(self, request_ids: Iterable[str]) -> None:
+        """Let the polls of these operations respond now: another server has them, and the client asks again."""
+        for request_id in request_ids:
+            wake(self._waiting.pop(request_id, set()))
 
     async def wait(self, request_id: str, seconds: float) -> OperationResult | None:
         """Return how the operation ended, or None when the time is up."""

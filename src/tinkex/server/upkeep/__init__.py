@@ -3,8 +3,13 @@
 Others import:
     database_thread.Db    run a call of the store on its own thread
     catalog.Catalog       the base models that are served
-    folders               checkpoint folders inside the data folder
+    machine               how much memory there is
+    blob_calls            folders and large payloads of the store, in the data folder or in a bucket
+    checksums             whether the files of a checkpoint are what was written
     adapter_files         a PEFT adapter that a client uploads
     watchdog.Watchdog     measures how long the event loop is blocked, and by what
+    sparse_log            log lines that any connection can cause, at most one in 10 seconds
+    permissions           who may read what the service stores
+    readiness.Readiness   why the service cannot work now
     janitor.Janitor       deletes what expired, and watches the disk
 """

@@ -17,10 +17,10 @@ from typing import Any
 from uuid import uuid4
 
 import orjson
-from starlette.requests import Request
 
 from tinkex.archive import BadArchive, Member, members
 from tinkex.server.http.errors import RequestRejected, bad_request
+from tinkex.server.http.requests import ApiRequest
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INCOMING = "incoming"
@@ -47,7 +47,9 @@ class AdapterUpload:
 
 
 @asynccontextmanager
-async def receive_archive(request: Request, data_dir: Path, max_bytes: int = MAX_ARCHIVE_BYTES) -> AsyncIterator[Path]:
+async def receive_archive(
+    request: ApiRequest, data_dir: Path, max_bytes: int = MAX_ARCHIVE_BYTES
+) -> AsyncIterator[Path]:
     """Write the body to a file, in a folder that is deleted at the end."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -59,7 +61,7 @@ async def receive_archive(request: Request, data_dir: Path, max_bytes: int = MAX
     try:
         archive, size, batch = folder / "archive.tar", 0, bytearray()
         with archive.open("wb") as file:
-            async for piece in request.stream():
+            async for piece in request.pieces():
                 size += len(piece)
                 if size > max_bytes:
                     raise _archive_too_large(max_bytes)

@@ -10,12 +10,12 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from tinkex.server.service import Service
-from tinkex.server.upkeep import folders
 from tinkex.server.upkeep.adapter_files import INCOMING
+from tinkex.server.upkeep.readiness import MIN_FREE_BYTES as MIN_FREE_BYTES
 from tinkex.store.records import SamplerRecord
 from tinkex.store.store import Store
 
@@ -27,9 +27,13 @@ MIN_ORPHAN_AGE_S = 3600.0
 MIN_ORPHAN_SEEN_S = 600.0
 """How long a folder must have been seen without a row, by a clock that does not jump. When the time of day jumps ahead,
 the files of a save that is under way look old, and its row is not there yet."""
-MIN_FREE_BYTES = 200_000_000
+RUN_SAMPLERS = 32
+"""The newest samplers of a run that stay, used or not, where there is a quota. A loop that makes one per step, and
+samples a few steps behind, needs far fewer; one that makes them and never closes would fill any quota for good."""
 SWEPT_FOLDERS = ("checkpoints", "journal/snapshots", INCOMING)
 """Folders that rows refer to, and uploads, are in these. Everything else in the data folder is left alone."""
+BUCKET_EVERY_S = 3600.0
+"""How often the bucket is looked through for what no row refers to."""
 DISK_PAUSE = "disk"
 """The cause for which the worker is paused when the disk is full."""
 
@@ -38,6 +42,7 @@ class Janitor:
     """Runs the cleanup every 30 seconds.
 
     `free_bytes` returns the free space on a folder's disk; `started_at` is the time since which clients could connect.
+    `leads`: whether this server cleans up what it shares with others, where several share a store.
     """
 
     def __init__(
@@ -45,11 +50,13 @@ class Janitor:
         service: Service,
         free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
         started_at: float | None = None,
+        leads: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        self._service, self._free_bytes = service, free_bytes
+        self._service, self._free_bytes, self._leads = service, free_bytes, leads
         self._started_at = service.clock.wall() if started_at is None else started_at
         self._orphans: dict[Path, float] = {}
         """Folder → when it was first seen without a row."""
+        self._bucket_swept_at = -math.inf
 
     async def run(self) -> None:
         while True:
@@ -58,13 +65,32 @@ class Janitor:
 
     async def tick(self) -> None:
         steps: tuple[Callable[[], Awaitable[None]], ...] = (
-            self._expire_checkpoints,
-            self._expire_results,
+            self._clean_up_shared,
             self._evict_idle_runs,
-            self._remove_ephemeral_samplers,
-            self._remove_orphaned_folders,
+            self._forget_idle_queues,
             self._watch_disk,
+            self._report_rejected_keys,
         )
+        await self._run_steps(steps)
+
+    async def _clean_up_shared(self) -> None:
+        """Clean up what is in the store and its folders. Where several servers share them, one does it for all."""
+        leads = self._leads is None or await self._leads()
+        if leads:
+            await self._run_steps(
+                (
+                    self._expire_checkpoints,
+                    self._expire_results,
+                    self._remove_ephemeral_samplers,
+                    self._remove_surplus_samplers,
+                    self._remove_orphaned_blobs,
+                )
+            )
+        if leads or self._service.store.folders.is_shared:  # with a bucket, each has a data folder of its own
+            await self._run_steps((self._remove_orphaned_folders,))
+
+    @staticmethod
+    async def _run_steps(steps: Sequence[Callable[[], Awaitable[None]]]) -> None:
         for step in steps:
             try:
                 await step()
@@ -77,7 +103,7 @@ class Janitor:
         for saved in await service.db(service.store.expired_checkpoints, now):
             deleted = await service.db(lambda path: service.store.delete_checkpoint(path, expired_by=now), saved.path)
             if deleted is not None:
-                await asyncio.to_thread(folders.remove, service.config.data_dir, deleted.folder)
+                await service.db.beside(service.store.folders.remove, deleted.folder)
                 logger.info("%s expired", saved.path)
 
     async def _expire_results(self) -> None:
@@ -92,6 +118,12 @@ class Janitor:
             if await service.db(_is_idle, service.store, run_id, since) and await service.worker.evict(run_id):
                 logger.info("%s is idle and was evicted from the engine", run_id)
 
+    async def _forget_idle_queues(self) -> None:
+        self._service.worker.forget_idle_queues()
+
+    async def _report_rejected_keys(self) -> None:
+        self._service.access.rejected_keys.report()
+
     def _idle_since(self) -> float:
         """Return the time before which a session must have been seen last to count as idle.
 
@@ -104,17 +136,33 @@ class Janitor:
         service = self._service
         since = self._idle_since()
         for sampler in await service.db(_abandoned_samplers, service.store, since):
-            await service.db(service.store.delete_sampler, sampler.id)
-            # Two samplers of one replaced checkpoint share its files.
-            if sampler.folder is not None and sampler.folder not in await service.db(service.store.all_folders):
-                await asyncio.to_thread(folders.remove, service.config.data_dir, sampler.folder)
+            await self._remove_sampler(sampler)
+
+    async def _remove_surplus_samplers(self) -> None:
+        """Remove old samplers that count in a quota and are not used. Their owner cannot delete them.
+
+        Without a quota they stay as long as their session.
+        """
+        service = self._service
+        if not service.quotas.is_limited:
+            return
+        for sampler in await service.db(_surplus_samplers, service.store, self._idle_since()):
+            if not service.sampling.is_used(sampler.id, service.config.idle_session_s):
+                await self._remove_sampler(sampler)
+
+    async def _remove_sampler(self, sampler: SamplerRecord) -> None:
+        service = self._service
+        await service.db(service.store.delete_sampler, sampler.id)
+        # Two samplers of one replaced checkpoint share its files.
+        if sampler.folder is not None and sampler.folder not in await service.db(service.store.all_folders):
+            await service.db.beside(service.store.folders.remove, sampler.folder)
 
     async def _remove_orphaned_folders(self) -> None:
         service = self._service
         data_dir = service.config.data_dir
         before = service.clock.wall() - MIN_ORPHAN_AGE_S
         names = await service.db(service.store.all_folders)
-        referenced = {folders.resolve_inside(data_dir, name) for name in names}
+        referenced = {service.store.folders.resolve(name) for name in names}
         roots = [data_dir.resolve() / root for root in SWEPT_FOLDERS]
         orphans = await asyncio.to_thread(unreferenced_folders, roots, referenced, before)
         now = service.clock.now()
@@ -122,24 +170,36 @@ class Janitor:
         for folder, seen_at in self._orphans.items():
             if now - seen_at < MIN_ORPHAN_SEEN_S:
                 continue
-            if await asyncio.to_thread(folders.remove, data_dir, str(folder.relative_to(data_dir.resolve()))):
+            if await service.db.beside(service.store.folders.remove_local, str(folder.relative_to(data_dir.resolve()))):
                 logger.info("deleted a folder that no record refers to: %s", folder.name)
 
+    async def _remove_orphaned_blobs(self) -> None:
+        """Delete what crashes have left in the bucket, once an hour: it lists everything that is there."""
+        service, now = self._service, self._service.clock.now()
+        if not service.store.folders.is_shared or now - self._bucket_swept_at < BUCKET_EVERY_S:
+            return
+        self._bucket_swept_at = now
+        referenced = await service.db(service.store.referenced)
+        before = service.clock.wall() - MIN_ORPHAN_AGE_S
+        freed = await service.db.beside(service.store.remove_orphans, referenced, before)
+        if freed.folders or freed.files:
+            logger.info(
+                "deleted %d folders and %d payloads of the bucket without a record", len(freed.folders), freed.files
+            )
+
     async def _watch_disk(self) -> None:
-        """Pause training before the disk is full, and resume it when there is space again."""
-        config, worker = self._service.config, self._service.worker
-        free = await asyncio.to_thread(self._free_bytes, config.data_dir)
-        reason = ""
+        """Pause training before the disk is full, and resume it when there is space again.
+
+        A tenant above its quota pauses nothing: `limits.quotas` rejects what it wants to store.
+        """
+        service = self._service
+        free = await asyncio.to_thread(self._free_bytes, service.config.data_dir)
         if free < MIN_FREE_BYTES:
             reason = f"the service's disk has {free / 1e6:.0f} MB left, below {MIN_FREE_BYTES / 1e6:.0f} MB"
-        elif config.quota_gb is not None:
-            used = await asyncio.to_thread(_size, config.data_dir)
-            if used > config.quota_gb * 1e9:
-                reason = f"the service's data use {used / 1e9:.2f} GB, above its quota of {config.quota_gb:g} GB"
-        if reason:
-            worker.pause(DISK_PAUSE, f"{reason}; delete checkpoints or run `tinkex gc`, and training resumes")
+            service.worker.pause(DISK_PAUSE, f"{reason}; delete checkpoints or run `tinkex gc`, and training resumes")
         else:
-            worker.unpause(DISK_PAUSE)
+            service.worker.unpause(DISK_PAUSE)
+        await service.db(service.store.keep_reserve)
 
 
 def _is_idle(store: Store, run_id: str, since: float) -> bool:
@@ -151,6 +211,14 @@ def _abandoned_samplers(store: Store, since: float) -> list[SamplerRecord]:
     """Return the samplers with their own files whose session is over."""
     samplers = store.samplers_with_files()
     return [row for row in samplers if _is_over(store, row.session_id, row.created_at, since)]
+
+
+def _surplus_samplers(store: Store, since: float) -> list[SamplerRecord]:
+    """Return the samplers with their own files, made before `since`, of which their run has enough newer ones."""
+    by_run: dict[str, list[SamplerRecord]] = {}
+    for row in store.samplers_with_files():
+        by_run.setdefault(str(row.folder).split("/")[1], []).append(row)  # checkpoints/{run}/{kind}/{name}
+    return [row for rows in by_run.values() for row in rows[:-RUN_SAMPLERS] if row.created_at < since]
 
 
 def _is_over(store: Store, session_id: str, used_at: float, since: float) -> bool:
@@ -176,16 +244,3 @@ def _newest(folder: Path) -> float:
         return max(entry.stat().st_mtime for entry in (folder, *folder.rglob("*")))
     except FileNotFoundError:  # it is being deleted right now
         return float("inf")
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of all files; a file with several links counts once."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                status = os.stat(os.path.join(path, name), follow_symlinks=False)
-            except OSError:  # deleted meanwhile
-                continue
-            sizes[status.st_dev, status.st_ino] = status.st_size
-    return sum(sizes.values())

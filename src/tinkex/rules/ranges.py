@@ -1,13 +1,12 @@
-"""The ranges of all numbers and names that a caller may choose.
+"""The ranges of all numbers that a caller may choose.
 
-A limit is universal (a name that breaks a path, a learning rate that destroys the weights) or a service's own. For the
+A limit is universal (a learning rate that destroys the weights) or a service's own. For the
 second kind the function takes the bound as an argument: a client that talks to another service does not pass it.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, NoReturn
 
@@ -16,9 +15,6 @@ from tinkex.types.coerce import describe
 from tinkex.types.sampling import SamplingParams
 from tinkex.types.tensor import TensorData
 
-MAX_NAME_LENGTH: Final = 200
-"""A name becomes a folder, and file systems allow 255 bytes: the rest is for the suffixes of temporary files."""
-MAX_TTL_S: Final = 100 * 365 * 86400
 BASE_MAX_RANK: Final = 512
 """Allowed on every model. A wider model allows its own width; beyond both, a rank only costs memory."""
 MAX_DATUMS: Final = 1024
@@ -28,7 +24,8 @@ MAX_SAMPLES: Final = 1024
 MAX_TOPK: Final = 1024
 """Ranked tokens per position from our service."""
 MAX_TARGETS: Final = 2**26
-"""Targets of one training call to our service, sparse ones counted as if dense: 256 MB of log-probabilities return."""
+"""Targets of one training call that our engine takes, sparse ones counted as if dense: 256 MB of log-probabilities
+return. A service allows as many or fewer (its setting `max_targets`)."""
 MAX_PENALTY: Final = 100.0
 REPETITION_PENALTY: Final = (1e-3, 1e3)
 
@@ -36,38 +33,6 @@ REPETITION_PENALTY: Final = (1e-3, 1e3)
 def reject(where: str, why: str, code: str) -> NoReturn:
     """Raise the error of a broken rule: one sentence whose subject is the place, and what to do."""
     raise ValidationError(f"{where} {why}", code)
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-_NAME = re.compile(r"[\w\-+=:@,~][\w.\-+=:@,~]*", re.ASCII)
-
-
-def check_name(name: object, where: str = "name") -> str:
-    """Return the name of a checkpoint. It becomes part of paths and URLs."""
-    if not isinstance(name, str):
-        reject(where, f"must be a checkpoint's name (a str), got {describe(name)}.", "bad_name")
-    if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
-        reject(
-            where,
-            f"must be a checkpoint's name, got {describe(name)}. A name has 1 to {MAX_NAME_LENGTH} ASCII letters, "
-            "digits and _ . - + = : @ , ~ (no slash, no space, no dot at the beginning), such as 'step-000100'.",
-            "bad_name",
-        )
-    return name
-
-
-def check_ttl(ttl_seconds: object) -> int | None:
-    """Return a time to live in seconds; None keeps the checkpoint until it is deleted."""
-    if ttl_seconds is None:
-        return None
-    if type(ttl_seconds) is not int or not 1 <= ttl_seconds <= MAX_TTL_S:
-        reject(
-            "ttl_seconds",
-            f"must be a whole number of seconds from 1 to {MAX_TTL_S}, or None, got {describe(ttl_seconds)}.",
-            "bad_ttl",
-        )
-    return ttl_seconds
 
 
 # -- optimizer --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""`tinkex cluster`: shows the servers that share a database, and drains one before it is stopped."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tinkex.cli.parser import CommandParser
+from tinkex.cli.service.data_folder import LOCATION, WORK, add_flags, config_of
+from tinkex.clock import REAL
+from tinkex.errors import ConfigError, ValidationError
+from tinkex.settings import ServeConfig
+from tinkex.terminal import output
+from tinkex.terminal.format import plural
+
+if TYPE_CHECKING:
+    from tinkex.store.cluster.cluster_store import ClusterStore, NodeRecord
+
+MORE = """\
+Several servers share one PostgreSQL when each is started with --node-url and the same cluster
+secret. Each training run is at home on one of them; the others hand its requests on. These commands
+read and write the database; they need its address (TINKEX_DATABASE_URL) and nothing else."""
+MORE_DRAIN = """\
+The node takes no more runs, and gives up those it has: each is saved and goes on at another node
+with its next request. Clients notice nothing but a short wait. When no run is left the node can be
+stopped. Samples that it is drawing are asked for again if it stops before they are done."""
+LOOK_S = 0.5
+OUTSIDE = "the cluster's database"
+
+
+def add(parser: CommandParser, about: str) -> None:
+    group = parser.add_group(
+        "cluster", about, "tinkex cluster status", "tinkex cluster drain http://10.0.0.5:8642", more=MORE, is_local=True
+    )
+    shown = group.add_command("status", status, "list the nodes and what they do", "tinkex cluster status -o json")
+    drained = group.add_command(
+        "drain", drain, "move all runs away from a node", "tinkex cluster drain http://10.0.0.5:8642",
+        "tinkex cluster drain 1f0c9a3b5d7e9f01 --undo", more=MORE_DRAIN,
+    )  # fmt: skip
+    drained.add_argument("node", metavar="NODE", help="id or address of the node, from `tinkex cluster status`")
+    drained.add_argument("--undo", action="store_true", help="let the node take runs again")
+    drained.add_argument(
+        "--wait-s", metavar="S", type=float, default=120.0, help="seconds to wait for its last run (default: 120)"
+    )
+    for command in (shown, drained):
+        add_flags(command.add_argument_group(OUTSIDE), LOCATION)
+
+
+def status(args: argparse.Namespace) -> None:
+    with _open(config_of(args)) as store:
+        nodes = store.list_nodes(only_living=False)
+    if args.output == "json":
+        output.write_json({"nodes": [_fields(node) for node in nodes]})
+        return
+    if not nodes:
+        output.remark("No server shares this database. Start some with `tinkex serve --node-url URL`.")
+        return
+    rows = [
+        (node.id, node.url, _state(node), str(node.runs), str(node.load), ", ".join(node.models), node.version)
+        for node in nodes
+    ]
+    output.write_table(("ID", "ADDRESS", "STATE", "RUNS", "QUEUED", "MODELS", "VERSION"), rows, ["RUNS", "QUEUED"])
+
+
+def drain(args: argparse.Namespace) -> int:
+    with _open(config_of(args)) as store:
+        node = _find(store, args.node)
+        if not store.set_draining(node.id, not args.undo):
+            raise ValidationError(f"The node {node.id} at {node.url} does not live any more: it has no runs.")
+        if args.undo:
+            output.remark(f"{node.url} takes runs again.")
+            return 0
+        give_up_s = REAL.now() + args.wait_s
+        while left := next((row.runs for row in store.list_nodes() if row.id == node.id), 0):
+            if REAL.now() >= give_up_s:
+                output.remark(f"{node.url} still has {plural(left, 'run')}; it goes on draining.")
+                return 1
+            REAL.pause(LOOK_S)
+    output.remark(f"{node.url} has no runs any more. Stop it with SIGTERM, or let it take runs again with --undo.")
+    return 0
+
+
+def _open(config: ServeConfig) -> ClusterStore:
+    from tinkex.local_service import needs_local
+
+    needs_local(WORK)
+    if config.database_url.startswith("sqlite"):
+        raise ConfigError(
+            "Servers share a PostgreSQL, and this database is SQLite. Set TINKEX_DATABASE_URL to the one that they use."
+        )
+    from tinkex.store.cluster.cluster_store import ClusterStore
+
+    return ClusterStore.open(config.database_url, config.data_dir, durability=config.durability)
+
+
+def _find(store: ClusterStore, name: str) -> NodeRecord:
+    nodes = store.list_nodes()
+    found = [node for node in nodes if name.rstrip("/") in (node.id, node.url)]
+    if len(found) != 1:
+        known = ", ".join(f"{node.id} ({node.url})" for node in nodes) or "none"
+        raise ValidationError(f"No one node is called {name!r}. Living nodes: {known}.")
+    return found[0]
+
+
+def _state(node: NodeRecord) -> str:
+    if node.left_s <= 0:
+        return f"gone for {-node.left_s:.0f} s"
+    return "draining" if node.is_draining else "alive"
+
+
+def _fields(node: NodeRecord) -> dict[str, object]:
+    return {
+        "id": node.id,
+        "url": node.url,
+        "is_alive": node.left_s > 0,
+        "is_draining": node.is_draining,
+        "runs": node.runs,
+        "queued_operations": node.load,
+        "models": list(node.models),
+        "version": node.version,
+        "lease_left_s": round(node.left_s, 3),
+    }

@@ -1,0 +1,153 @@
+"""What a server does besides its own work because it is one of several: its lease, its runs, requests handed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from uuid import uuid4
+
+from starlette.middleware import Middleware
+
+from tinkex.engine.contract import Engine
+from tinkex.server.cluster.counters import ClusterCounters
+from tinkex.server.cluster.homes import Homes
+from tinkex.server.cluster.hop import Hops
+from tinkex.server.cluster.middleware import ClusterMiddleware
+from tinkex.server.cluster.no_engine import NoEngine
+from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.peers import Peers
+from tinkex.server.cluster.signature import Signer
+from tinkex.server.cluster.switch import Switch
+from tinkex.server.sampling.sample_queue import PREFIX as SAMPLE_PREFIX
+from tinkex.server.service import Service
+from tinkex.store.cluster.cluster_store import ClusterStore
+from tinkex.store.errors import HomeLost, Unavailable
+from tinkex.store.records import Home
+
+logger = logging.getLogger("tinkex.server")
+
+LOOK_S = 5.0
+"""How often a node looks for work whose run has no home that lives, and lets go of runs that have nothing to do."""
+LEADS_S = 90.0
+"""How long one node cleans up for all unless it renews that: three times the 30 s between two cleanups."""
+DRAINED_AT_ONCE = 8
+"""Runs that leave a draining node at the same time: each writes a snapshot."""
+
+
+def engine_of_front() -> Engine:
+    return NoEngine()
+
+
+class ClusterMember:
+    """Built around a service before it serves. `join` before its first request, `leave` after its last."""
+
+    def __init__(self, service: Service) -> None:
+        config, clock, worker = service.config, service.clock, service.worker
+        assert isinstance(service.store, ClusterStore) and config.cluster_secret is not None
+        self._service, self._store = service, service.store
+        self.node: Node | None = None
+        if not config.no_engine:
+            self.node = Node(config, clock, service.catalog.names, lambda: worker.queued)
+            self.node.on_given_up = self._on_given_up
+        self._counters = ClusterCounters(service.metrics.registry, config.node_url or "front")
+        self.homes = Homes(self.node, clock, service.store, service.db, self._counters, worker.forget)
+        worker.homes = self.homes
+        self._hops, self._peers = Hops(clock), Peers(clock, service.store, service.db)
+        self._switch = Switch(service, self.node, self.homes, self._peers)
+        self._signer = Signer(config.cluster_secret)
+        self._idle: set[Home] = set()
+        """Runs at home here that had nothing to do when they were looked at last."""
+
+    @property
+    def middleware(self) -> Middleware:
+        return Middleware(
+            ClusterMiddleware,
+            switch=self._switch,
+            hops=self._hops,
+            signer=self._signer,
+            counters=self._counters,
+            homes=self.homes,
+        )
+
+    async def join(self) -> None:
+        if self.node is not None:
+            await self.node.join()
+            self._name_samples()
+
+    async def run(self) -> None:
+        """Keep the lease, and look after the runs of this node, until cancelled."""
+        if self.node is None:
+            await asyncio.Event().wait()
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.node.keep())
+                tasks.create_task(self._look_after_runs(self.node))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def leave(self) -> None:
+        self._hops.close()
+        if self.node is not None:
+            await self.node.leave()
+
+    async def leads(self) -> bool:
+        """Return whether this node is the one that cleans up for all."""
+        return self.node is not None and await self._service.db(self._store.lead, self.node.id, LEADS_S)
+
+    def _name_samples(self) -> None:
+        assert self.node is not None
+        self._service.sampling.new_id = _sample_ids(self.node.id)
+
+    def _on_given_up(self) -> None:
+        self.homes.lose_all()
+
+    async def _look_after_runs(self, node: Node) -> None:
+        while True:
+            try:
+                self._name_samples()
+                if node.is_draining:
+                    await self._drain()
+                else:
+                    await self._adopt(node)
+                    await self._release_idle()
+                self._counters.set_runs(len(self.homes.held))
+                await self._service.db(self._store.forget_nodes)
+            except Unavailable as error:
+                logger.warning("the runs of this node cannot be looked after; trying again: %s", error)
+            except Exception as error:  # an edge: one bad row must not stop the node
+                logger.error("looking after the runs of this node failed", exc_info=error)
+            await self._service.clock.sleep(LOOK_S)
+
+    async def _adopt(self, node: Node) -> None:
+        """Run what was accepted for runs without a home that lives, also if no client asks for it."""
+        for run_id in await self._service.db(self._store.waiting_runs, node.id):
+            try:
+                if not self._service.worker.has_queue(run_id) and await self.homes.find(run_id, "") == "":
+                    await self._service.worker.run_queue(run_id)
+            except HomeLost:
+                pass  # another node was faster
+
+    async def _release_idle(self) -> None:
+        """Let go of runs that had no queue the last time either: a claim comes a moment before the queue is read."""
+        idle = {home for home in self.homes.held if not self._service.worker.has_queue(home.run_id)}
+        for home in idle & self._idle:
+            await self.homes.release(home)
+        self._idle = idle
+
+    async def _drain(self) -> None:
+        """Give up all runs, each with a snapshot, so that other nodes need no replay."""
+        homes = self.homes.held
+        for at in range(0, len(homes), DRAINED_AT_ONCE):
+            await asyncio.gather(*map(self._drain_run, homes[at : at + DRAINED_AT_ONCE]))
+
+    async def _drain_run(self, home: Home) -> None:
+        if await self._service.worker.leave(home.run_id):
+            await self.homes.release(home)
+            logger.info("%s has left this node, which is draining", home.run_id)
+
+
+def _sample_ids(node_id: str) -> Callable[[], str]:
+    """Return a function that names samples after their node, so that any server knows where to ask for one."""
+    return lambda: f"{SAMPLE_PREFIX}{node_id}-{uuid4().hex}"

@@ -1,0 +1,192 @@
+"""Serves a request here, or hands it to the node that has what it is about. One hop at most.
+
+Between nodes a request goes to `/internal/…` with the tenant signed, so that keys stay where they came in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import orjson
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinkex.server.cluster.counters import ClusterCounters
+from tinkex.server.cluster.homes import Homes
+from tinkex.server.cluster.hop import OF_CONNECTION, HopFailed, HopResponse, Hops
+from tinkex.server.cluster.routing import ON_RESULTS, Concern, concern_of
+from tinkex.server.cluster.signature import HEADER, Signer
+from tinkex.server.cluster.switch import RETRY, Switch
+from tinkex.server.http.access import is_guarded, route_path
+from tinkex.server.http.errors import RequestRejected, error_response, json_response
+from tinkex.server.http.requests import ApiRequest
+
+INTERNAL = "/internal"
+SHARED = ("/api/v1/", "/v1/", "/oai/api/v1/")
+"""Paths that another node may serve. Pages, metrics and health are each server's own."""
+OWN = frozenset(("/api/v1/healthz", "/api/v1/service_state"))
+NOT_SENT = OF_CONNECTION | {b"content-length", b"x-api-key", b"authorization", b"expect", HEADER}
+POLL_DELAY_S = 1.0
+"""How long to hold a poll whose node does not respond: official clients ask again at once."""
+MAX_NOTED_BYTES = 4096
+"""Responses up to this size are read for the id of an operation that was accepted."""
+
+
+class ClusterMiddleware:
+    """Inside `AccessMiddleware`, which has found the tenant of a request that came from a client."""
+
+    def __init__(
+        self, app: ASGIApp, switch: Switch, hops: Hops, signer: Signer, counters: ClusterCounters, homes: Homes
+    ) -> None:
+        self._app, self._switch, self._hops, self._signer = app, switch, hops, signer
+        self._counters, self._homes = counters, homes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request, path = ApiRequest(scope, receive), route_path(scope)
+        try:
+            is_hop = path == INTERNAL or path.startswith(f"{INTERNAL}/")
+            if is_hop:
+                scope, path = self._admit(request, path)
+                request = ApiRequest(scope, receive)
+            if not path.startswith(SHARED) or path in OWN:
+                return await self._app(scope, receive, send)
+            tenant = scope.get("state", {}).get("tenant")
+            concern = await concern_of(request, path)
+            # Another server chose this one for a new sample, by a list of nodes that may be a second older.
+            is_chosen = is_hop and concern.kind == "sampler"
+            url = "" if is_chosen else await self._switch.find(tenant, concern)
+            if url and is_hop:  # its home changed while it was under way
+                await self._respond_moved(request, path, concern, send)
+            elif url:
+                await self._forward(request, path, concern, url, tenant, send)
+            else:
+                request.give_back_body()
+                await self._app(*_with_body(scope, receive, concern.body), send)
+        except Exception as error:  # an edge: middleware runs outside the wrapper of the handlers
+            await error_response(error)(scope, receive, send)
+        finally:
+            request.give_back_body()
+
+    def _admit(self, request: ApiRequest, path: str) -> tuple[Scope, str]:
+        """Return the scope of a request that another server of the cluster sends. Raises 403 if none did."""
+        scope, now = request.scope, request.service.clock.wall()
+        header = next((value for name, value in scope["headers"] if name == HEADER), None)
+        tenant = self._signer.verify(header, request.method, _target(scope), now)
+        inner = path.removeprefix(INTERNAL)
+        if tenant is None and is_guarded(inner):
+            raise RequestRejected(403, "A request to this path needs a tenant.", "not_signed")
+        state = {**scope.get("state", {}), **({} if tenant is None else {"tenant": tenant})}
+        raw = inner.encode("ascii", "replace")
+        return {**scope, "path": inner, "raw_path": raw, "root_path": "", "state": state}, inner
+
+    async def _forward(
+        self, request: ApiRequest, path: str, concern: Concern, url: str, tenant: str | None, send: Send
+    ) -> None:
+        target = INTERNAL.encode() + _target(request.scope)
+        signature = self._signer.sign(tenant, request.method, target, request.service.clock.wall())
+        is_read = concern.body is not None
+        left_out = NOT_SENT | {b"content-encoding"} if is_read else NOT_SENT
+        headers = [(name, value) for name, value in request.scope["headers"] if name not in left_out]
+        body: bytes | AsyncIterator[bytes] = b""
+        if concern.body is not None:
+            body = concern.body
+        elif request.method not in ("GET", "HEAD", "DELETE"):
+            body = request.pieces()
+        try:
+            response = await self._hops.send(url, request.method, target, [*headers, (HEADER, signature)], body)
+        except HopFailed as error:
+            self._counters.forwarded(is_answered=False)
+            self._homes.forget_place(concern.name)
+            await self._respond_unreachable(request, path, url, error, send)
+            return
+        self._counters.forwarded(is_answered=True)
+        await self._relay(request, concern, response, send)
+
+    async def _relay(self, request: ApiRequest, concern: Concern, response: HopResponse, send: Send) -> None:
+        """Stream a response back; stop the other node if the client leaves."""
+        await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
+        relaying = asyncio.create_task(self._send_pieces(concern, response, send))
+        leaving = asyncio.create_task(_disconnected(request.receive))
+        try:
+            await asyncio.wait((relaying, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if relaying.done():
+                relaying.result()
+        finally:
+            for task in (relaying, leaving):
+                task.cancel()
+            await asyncio.wait((relaying, leaving))
+            if not relaying.cancelled():
+                relaying.exception()
+
+    async def _send_pieces(self, concern: Concern, response: HopResponse, send: Send) -> None:
+        noted = bytearray()
+        async for piece in response.pieces():
+            if len(noted) <= MAX_NOTED_BYTES:
+                noted += piece
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if concern.kind in ("run", "new_run") and response.status == 200 and len(noted) <= MAX_NOTED_BYTES:
+            self._note_operation(concern.name, bytes(noted))
+
+    def _note_operation(self, run_id: str, content: bytes) -> None:
+        try:
+            fields = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            return
+        if isinstance(fields, dict) and isinstance(request_id := fields.get("request_id"), str):
+            self._switch.remember(request_id, run_id)
+
+    async def _respond_unreachable(
+        self, request: ApiRequest, path: str, url: str, error: HopFailed, send: Send
+    ) -> None:
+        reason = f"The server that has this, {url}, does not respond: {error}. Another one takes over within seconds."
+        await self._respond_later(request, path, reason, "node_unreachable", send)
+
+    async def _respond_moved(self, request: ApiRequest, path: str, concern: Concern, send: Send) -> None:
+        reason = f"{concern.name or 'What this is about'} has just moved to another server. Send the request again."
+        await self._respond_later(request, path, reason, "not_at_home", send)
+
+    @staticmethod
+    async def _respond_later(request: ApiRequest, path: str, reason: str, code: str, send: Send) -> None:
+        """Have the client ask again: both SDKs do, after a 503 with Retry-After, and after the 408 of a poll."""
+        if path in ON_RESULTS:
+            await request.service.clock.sleep(POLL_DELAY_S)
+            fields = {"type": "try_again", "queue_state": "active", "queue_state_reason": reason}
+            response: Response = json_response(fields, 408)
+        else:
+            response = error_response(RequestRejected(503, reason, code, "server", RETRY))
+        await response(request.scope, request.receive, send)
+
+
+def _target(scope: Scope) -> bytes:
+    """Return the path and the query as they came, without a reverse proxy's prefix."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    prefix = str(scope.get("root_path", "")).encode()
+    path: bytes = raw.removeprefix(prefix)
+    query: bytes = scope.get("query_string", b"")
+    return path + b"?" + query if query else path
+
+
+def _with_body(scope: Scope, receive: Receive, body: bytes | None) -> tuple[Scope, Receive]:
+    """Return the request with a body that was read, as if it had just come."""
+    if body is None:
+        return scope, receive
+    kept: Sequence[tuple[bytes, bytes]] = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name not in (b"content-encoding", b"content-length", b"transfer-encoding")
+    ]
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return {**scope, "headers": [*kept, (b"content-length", b"%d" % len(body))]}, replay
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,94 @@
+"""The lease of this server as a node of a cluster: it lives while it renews, and takes a new id when it was given up.
+
+The lease has a connection and a thread of its own: a renewal never waits behind other calls of the store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from uuid import uuid4
+
+from tinkex._version import __version__
+from tinkex.clock import Clock
+from tinkex.server.upkeep.database_thread import Db
+from tinkex.settings import ServeConfig
+from tinkex.store.cluster.cluster_store import ClusterStore, NodeRecord
+from tinkex.store.errors import Unavailable
+
+logger = logging.getLogger("tinkex.server")
+
+RENEWALS = 3
+"""Renewals within one lease: two may fail before others take over."""
+MARGIN = 0.1
+"""The part of its lease at whose end a node asks the database before it relies on it."""
+
+
+class Node:
+    """`load` returns how many operations are not finished; `on_given_up` is called when the runs may be elsewhere."""
+
+    def __init__(self, config: ServeConfig, clock: Clock, models: list[str], load: Callable[[], int]) -> None:
+        assert config.node_url is not None
+        self._store = ClusterStore.open(config.database_url, config.data_dir, durability=config.durability)
+        self._db = Db(self._store.interrupt)
+        self._clock, self._models, self._load = clock, models, load
+        self.url, self._lease_s = config.node_url, config.node_lease_s
+        self.id = ""
+        self.former_ids: set[str] = set()
+        """Names that samples of this server may still have."""
+        self.is_draining = False
+        self.on_given_up: Callable[[], None] = lambda: None
+        self._sure_until = 0.0
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the lease holds by this machine's own clock: nobody else can have this node's runs.
+
+        A process that was stopped, or cut off from the database, is not sure when it goes on.
+        """
+        return self._clock.now() < self._sure_until
+
+    async def join(self) -> None:
+        began, name = self._clock.now(), uuid4().hex[:16]
+        record = NodeRecord(id=name, url=self.url, models=tuple(self._models), version=__version__)
+        await self._db(self._store.join, record, self._lease_s)
+        self.former_ids.add(self.id)
+        self.id, self.is_draining = name, False
+        self._hold_since(began)
+        logger.info("this server is node %s of a cluster, at %s", name, self.url)
+
+    async def keep(self) -> None:
+        """Renew the lease until cancelled."""
+        while True:
+            await self._clock.sleep(self._lease_s / RENEWALS)
+            try:
+                await self.renew()
+            except Unavailable as error:
+                logger.warning("the lease of this node cannot be renewed; trying again: %s", error)
+
+    async def renew(self) -> None:
+        began = self._clock.now()
+        is_draining = await self._db(self._store.renew, self.id, self._lease_s, self._load())
+        if is_draining is None:
+            logger.warning("node %s was given up: others may have its runs. It forgets them and joins anew", self.id)
+            self._sure_until = 0.0
+            self.on_given_up()
+            await self.join()
+            return
+        self.is_draining = is_draining
+        self._hold_since(began)
+
+    def _hold_since(self, began: float) -> None:
+        """Count from before the call: the database may have renewed at any moment since."""
+        self._sure_until = began + self._lease_s * (1 - MARGIN)
+
+    async def leave(self) -> None:
+        """Leave the runs to the others, if the database responds; if not, they wait until the lease has run out."""
+        self._sure_until = 0.0
+        try:
+            await self._db(self._store.leave, self.id)
+        except Unavailable as error:
+            logger.warning("this node could not leave the cluster: %s", error)
+        finally:
+            self._db.close()
+            self._store.close()

@@ -1,0 +1,119 @@
+"""Decides where a request is served: here, or at another node.
+
+A run's at its home. A sample's where it is drawn, which its id says. A new sample's at a node that its weights and the
+beginning of its prompt choose. Everything else is served here; by a front, at any node.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import count
+
+from tinkex.server.cluster.homes import Homes
+from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.peers import Peers
+from tinkex.server.cluster.routing import Concern
+from tinkex.server.http.errors import RequestRejected
+from tinkex.server.service import Service
+
+MOST_OPERATIONS = 20_000
+"""Operations whose run is remembered. The run of another one is read from the journal."""
+
+
+class Switch:
+    """`node` is None on a front."""
+
+    def __init__(self, service: Service, node: Node | None, homes: Homes, peers: Peers) -> None:
+        self._service, self._node, self._homes, self._peers = service, node, homes, peers
+        self._runs: OrderedDict[str, str] = OrderedDict()
+        """Operation → its run."""
+        self._turns = count()
+
+    async def find(self, tenant: str | None, concern: Concern) -> str:
+        """Return the address of the node that is to serve a request; "" is here. Raises 503 if none can."""
+        match concern.kind:
+            case "run":
+                return await self._home(concern.name, "")
+            case "new_run":
+                return await self._home(concern.name, await self._model_of_new(tenant, concern))
+            case "operation":
+                return await self._of_operation(concern.name)
+            case "sample":
+                return await self._of_sample(concern.name)
+            case "sampler":
+                return await self._of_sampler(concern)
+        return await self._any(concern.model)
+
+    def remember(self, request_id: str, run_id: str) -> None:
+        """Note whose an operation is, so that its polls need not ask the journal."""
+        self._runs[request_id] = run_id
+        if len(self._runs) > MOST_OPERATIONS:
+            self._runs.popitem(last=False)
+
+    async def _home(self, run_id: str, model: str | None) -> str:
+        """Return where a run is at home. One that does not exist, or that no node can have, is any node's to reject."""
+        url = None if model is None else await self._homes.find(run_id, model)
+        return await self._any() if url is None else url
+
+    async def _model_of_new(self, tenant: str | None, concern: Concern) -> str | None:
+        """Return the base model of a new run; None if it cannot be created. Only sessions that exist get homes."""
+        service, model = self._service, concern.model
+        session = await service.db(service.store.get_session, concern.session_id)
+        if session is None or session.tenant != tenant:
+            return None
+        if model is None and concern.checkpoint is not None:
+            saved = await service.db(service.store.get_checkpoint, concern.checkpoint)
+            model = None if saved is None else saved.base_model
+        return model or None
+
+    async def _of_operation(self, request_id: str) -> str:
+        service = self._service
+        if service.worker.pending(request_id) is not None or service.waiters.recent(request_id) is not None:
+            return ""
+        if (run_id := self._runs.get(request_id)) is None:
+            row = await service.db(service.store.get_operation, request_id)
+            if row is None or row.state != "queued":  # its result is in the store, which all nodes share
+                return await self._any()
+            run_id = row.run_id
+            self.remember(request_id, run_id)
+        url = await self._home(run_id, "")
+        if not url and self._node is not None:
+            await service.worker.run_queue(run_id)  # the operation waits here from now on
+        return url
+
+    async def _of_sample(self, node_id: str) -> str:
+        if self._node is not None and node_id in (self._node.id, *self._node.former_ids):
+            return ""
+        # One that was drawn by a node that is gone is lost: the handler says so, and the client asks for another.
+        return await self._peers.url_of(node_id) or ""
+
+    async def _of_sampler(self, concern: Concern) -> str:
+        node = await self._peers.choose(concern.name, await self._model_of_sampler(concern))
+        if node is None or (self._node is not None and node.id == self._node.id):
+            return await self._any(concern.model)
+        return node.url
+
+    async def _model_of_sampler(self, concern: Concern) -> str | None:
+        """Return the base model of a sampler, if it matters: nodes may serve different ones."""
+        if concern.model is not None or len({node.models for node in await self._peers.living()}) < 2:
+            return concern.model
+        service = self._service
+        if concern.checkpoint is not None:
+            saved = await service.db(service.store.get_checkpoint, concern.checkpoint)
+            return None if saved is None else saved.base_model
+        sampler = await service.db(service.store.get_sampler, concern.session_id)
+        return None if sampler is None else sampler.base_model
+
+    async def _any(self, model: str | None = None) -> str:
+        """Return this node, if it has the model; else any other, in turn."""
+        if self._node is not None and (model is None or model in self._service.catalog.names):
+            return ""
+        node = await self._peers.choose(str(next(self._turns)), model)
+        if node is None and self._node is None:
+            node = await self._peers.choose(str(next(self._turns)), None)
+        if node is None and self._node is None:
+            raise RequestRejected(503, "No node of this service lives. Try again.", "no_node", "server", RETRY)
+        return "" if node is None else node.url
+
+
+RETRY = {"retry-after": "1"}

@@ -1,0 +1,197 @@
+"""The store of a server that shares its PostgreSQL with others: leases of nodes, and the homes of runs.
+
+A node lives while its row says so, by the database's clock, and renews it. A run is at home on one node. The first
+request about a run whose node does not live gives it a new home: the epoch grows, and what the former home still writes
+about the run is rolled back (`Journal`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, Row, bindparam, delete, func, or_, select, update
+from sqlalchemy.dialects.postgresql import insert
+
+from tinkex.errors import ConfigError
+from tinkex.store.lease import NOW, holder_address
+from tinkex.store.records import Home
+from tinkex.store.store import Store
+from tinkex.store.tables import homes, lease, nodes, operations, runs
+
+MOST_CLAIMS = 5
+"""How often a claim looks again because another node was faster."""
+FORGOTTEN_AFTER_S = 3600.0
+"""How long `tinkex cluster status` still shows a node that does not live."""
+_JANITOR = "janitor"
+_LIVES = nodes.c.until > NOW
+_HOME = (
+    select(homes.c.epoch, homes.c.node, nodes.c.url, func.coalesce(_LIVES, False).label("lives"))
+    .select_from(homes.outerjoin(nodes, nodes.c.id == homes.c.node))
+    .where(homes.c.run_id == bindparam("run"))
+)
+_RUNS = select(func.count()).where(homes.c.node == nodes.c.id).scalar_subquery()
+_NODES = select(nodes, _RUNS.label("runs"), (nodes.c.until - NOW).label("left_s")).order_by(nodes.c.url, nodes.c.id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """A server that shares this store."""
+
+    id: str
+    url: str
+    models: tuple[str, ...]
+    version: str
+    kind: str = "train"
+    load: int = 0
+    is_draining: bool = False
+    runs: int = 0
+    """Runs that are at home there."""
+    left_s: float = 0.0
+    """How long it lives unless it renews its lease; negative: since when it does not."""
+
+    def serves(self, model: str) -> bool:
+        """Whether it has a base model; "" is any."""
+        return not model or model in self.models
+
+
+class Claim(NamedTuple):
+    """Where a run is at home."""
+
+    home: Home
+    url: str
+    is_new: bool = False
+    """Whether this call gave it that home."""
+
+
+class ClusterStore(Store):
+    """`join` first, then `renew` every third of the lease. All times are those of the database."""
+
+    needs_homes = True
+
+    # ── Nodes
+
+    def join(self, node: NodeRecord, lease_s: float) -> None:
+        """Be a node of the cluster. Raises ConfigError if one server has the store to itself."""
+        if self._engine.dialect.name != "postgresql":
+            raise ConfigError(
+                "A node needs a PostgreSQL that all nodes share. Set TINKEX_DATABASE_URL to postgresql://USER:PASSWORD@"
+                "HOST/NAME, or leave out --node-url to serve alone."
+            )
+        values = {name: getattr(node, name) for name in ("id", "url", "kind", "load", "version", "is_draining")}
+        with self._write() as connection:
+            connection.execute(insert(nodes).values(**values, models=list(node.models), until=NOW + lease_s))
+        # After the row is there: a server that wants the store for itself takes its lock first, then looks for nodes.
+        with self._write() as connection:
+            if (address := holder_address(connection)) is not None:
+                connection.execute(delete(nodes).where(nodes.c.id == node.id))
+        if address is not None:
+            raise ConfigError(
+                f"The server at {address} has this database for itself: it was started without --node-url. Stop it "
+                "first, or give this one another database."
+            )
+
+    def renew(self, node_id: str, lease_s: float, load: int) -> bool | None:
+        """Renew a node's lease. Return whether it is to drain, or None if it has lost the lease: it was given up."""
+        renewed = (
+            update(nodes)
+            .where(nodes.c.id == node_id, _LIVES)
+            .values(until=NOW + lease_s, load=load)
+            .returning(nodes.c.is_draining)
+        )
+        with self._write() as connection:
+            is_draining: bool | None = connection.scalar(renewed)
+        return is_draining
+
+    def leave(self, node_id: str) -> None:
+        """Give up a node: its runs are at home nowhere, and the next request about one finds another home."""
+        with self._write() as connection:
+            connection.execute(delete(nodes).where(nodes.c.id == node_id))
+            connection.execute(update(homes).where(homes.c.node == node_id).values(node=""))
+
+    def list_nodes(self, *, only_living: bool = True) -> list[NodeRecord]:
+        with self._read() as connection:
+            return [_node(row) for row in connection.execute(_NODES.where(_LIVES) if only_living else _NODES)]
+
+    def set_draining(self, node_id: str, is_draining: bool) -> bool:
+        """Have a node give up its runs and take no more, or take runs again. Return whether it lives."""
+        change = update(nodes).where(nodes.c.id == node_id, _LIVES).values(is_draining=is_draining)
+        with self._write() as connection:
+            return bool(connection.execute(change).rowcount)
+
+    def forget_nodes(self) -> None:
+        """Delete the rows of nodes that have not lived for a while. A home that names one is nobody's anyway."""
+        self._run_write(delete(nodes).where(nodes.c.until < NOW - FORGOTTEN_AFTER_S))
+
+    def lead(self, node_id: str, seconds: float) -> bool:
+        """Return whether this node is the one that cleans up for all, for so many seconds from now."""
+        values = {"node": node_id, "epoch": 0, "address": "", "data_dir": "", "until": NOW + seconds}
+        taken = insert(lease).values(name=_JANITOR, **values)
+        free = or_(lease.c.until < NOW, lease.c.node == node_id)
+        with self._write() as connection:
+            statement = taken.on_conflict_do_update(index_elements=[lease.c.name], set_=values, where=free)
+            return connection.scalar(statement.returning(lease.c.node)) is not None
+
+    # ── Homes
+
+    def find_home(self, run_id: str) -> Claim | None:
+        """Return where a run is at home, or None if nowhere that lives."""
+        with self._read() as connection:
+            row = connection.execute(_HOME, {"run": run_id}).first()
+        return _claim(run_id, row) if row is not None and row.lives else None
+
+    def claim(self, run_id: str, model: str, own: str) -> Claim | None:
+        """Return a run's home, after giving it one if it has none that lives; None if no living node has the model.
+
+        That is the node with the fewest runs; `own` among equals, which saves a hop. With "" as the model the run must
+        exist and has one: ids that nobody has made get no homes.
+        """
+        for _ in range(MOST_CLAIMS):
+            with self._write() as connection:
+                model = model or connection.scalar(select(runs.c.base_model).where(runs.c.id == run_id)) or ""
+                if not model:
+                    return None
+                row = connection.execute(_HOME.with_for_update(of=homes), {"run": run_id}).first()
+                if row is not None and row.lives:
+                    return _claim(run_id, row)
+                node = self._choose(connection, model, own)
+                if node is None:
+                    return None
+                home = Home(run_id=run_id, node=node.id, epoch=1 if row is None else row.epoch + 1)
+                if row is not None:
+                    change = update(homes).where(homes.c.run_id == run_id)
+                    connection.execute(change.values(node=home.node, epoch=home.epoch))
+                    return Claim(home, node.url, is_new=True)
+                new = insert(homes).values(run_id=run_id, node=home.node, epoch=home.epoch)
+                if connection.scalar(new.on_conflict_do_nothing().returning(homes.c.epoch)) is not None:
+                    return Claim(home, node.url, is_new=True)
+        return None
+
+    @staticmethod
+    def _choose(connection: Connection, model: str, own: str) -> NodeRecord | None:
+        living = [_node(row) for row in connection.execute(_NODES.where(_LIVES, nodes.c.is_draining.is_(False)))]
+        fit = [node for node in living if node.serves(model)]
+        return min(fit, key=lambda node: (node.runs, node.id != own, node.id), default=None)
+
+    def release(self, home: Home) -> None:
+        """Let a run be at home nowhere, if it still is in this epoch."""
+        is_ours = (homes.c.run_id == home.run_id, homes.c.node == home.node, homes.c.epoch == home.epoch)
+        self._run_write(update(homes).where(*is_ours).values(node=""))
+
+    def waiting_runs(self, node_id: str) -> list[str]:
+        """Return the runs with work that is accepted, whose home is this node or none that lives."""
+        busy = select(operations.c.run_id).where(operations.c.state == "queued").distinct().subquery()
+        homeless = or_(homes.c.node.is_(None), homes.c.node == node_id, func.coalesce(_LIVES, False).is_(False))
+        joined = busy.outerjoin(homes, homes.c.run_id == busy.c.run_id).outerjoin(nodes, nodes.c.id == homes.c.node)
+        with self._read() as connection:
+            return list(connection.scalars(select(busy.c.run_id).select_from(joined).where(homeless)))
+
+
+def _claim(run_id: str, row: Row[Any]) -> Claim:
+    return Claim(Home(run_id=run_id, node=row.node, epoch=row.epoch), row.url)
+
+
+def _node(row: Row[Any]) -> NodeRecord:
+    values = row._mapping
+    names = ("id", "url", "kind", "load", "version", "is_draining", "runs", "left_s")
+    return NodeRecord(**{name: values[name] for name in names}, models=tuple(values["models"]))

@@ -1,0 +1,72 @@
+"""Real servers on one PostgreSQL: nodes with an engine, and fronts without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psycopg
+
+from tests.integration.service.live import LiveServer
+from tests.unit.store.postgres import PostgresServer
+
+LEASE_S = 3.0
+SECRET = "0123456789abcdef" * 4
+
+
+class Node(LiveServer):
+    """A server of the cluster. Without a bucket they share a data folder. Each has a log of its own."""
+
+    def __init__(self, cluster: Cluster, name: str, *flags: str, is_front: bool = False) -> None:
+        folder = cluster.folder / (name if is_front or "--blobs" in flags else "shared")
+        models = () if is_front else ("tinkex/tiny",)
+        common = ("--database-url", cluster.url, "--cluster-secret-file", str(cluster.secret_file))
+        super().__init__(folder, *common, "--node-lease-s", str(LEASE_S), *flags, models=models)
+        self._words += ["--no-engine"] if is_front else ["--node-url", self.url]
+        self._log = cluster.folder / f"{name}.log"
+
+
+class Cluster:
+    """A schema of a PostgreSQL, and the servers that share it."""
+
+    def __init__(self, postgres: PostgresServer, folder: Path) -> None:
+        self.folder, name = folder, f"cluster_{abs(hash(folder)) % 10**9}"
+        with psycopg.connect(postgres.url(), autocommit=True) as connection:
+            connection.execute(f"CREATE SCHEMA {quote(name)}")
+        self.url = postgres.url(name)
+        self.secret_file = folder / "secret"
+        self.secret_file.write_text(f"{SECRET}\n")
+        self.servers: list[Node] = []
+
+    def node(self, *flags: str) -> Node:
+        return self._add(Node(self, f"node{len(self.servers)}", *flags))
+
+    def front(self, *flags: str) -> Node:
+        return self._add(Node(self, f"front{len(self.servers)}", *flags, is_front=True))
+
+    def _add(self, server: Node) -> Node:
+        self.servers.append(server)
+        server.start(wait_s=0)
+        return server
+
+    def wait(self) -> None:
+        for server in self.servers:
+            server.wait_until_ready()
+
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.url) as connection:
+            return connection.execute(query, values).fetchall()
+
+    def home_of(self, run_id: str) -> Node:
+        [(url,)] = self.rows("SELECT n.url FROM homes h JOIN nodes n ON n.id = h.node WHERE h.run_id = %s", run_id)
+        return next(server for server in self.servers if server.url == url)
+
+    def logs(self) -> str:
+        return "\n".join(f"── {server._log.name}\n{server.log()[-4000:]}" for server in self.servers)
+
+    def stop(self) -> None:
+        for server in self.servers:
+            if server.process is not None and server.process.poll() is None:
+                server.process.kill()
+                server.process.wait(10)
