@@ -92,7 +92,7 @@ def test_reading_a_request_leaves_no_cycles_behind() -> None:
         return gc.collect()
 
     for stop in ([], "end", [7]):
-        # A thread that another test of this process left behind makes a cycle now and then; a cycle of the request is there each time.
+        # A thread that another test left behind makes a cycle now and then; one of the request is there each time.
         assert min(cycles(stop) for _ in range(8)) == 0, stop
 
 
