@@ -31,10 +31,12 @@ prepare-full: $(READY)  ## the same for the long tests: all official clients and
 	@$(BIN)/python -m tests.prepare --full
 
 test: prepare  ## all tests that fit into a few minutes
-	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile --cov --cov-report=
-	@# One after the other: what they measure is not each other. What fails runs once more: a neighbour on a shared machine
-	@# makes a test late once, a defect makes it late again.
-	@# Only after exit code 1, tests failed: after a crash the list of failures is an old one.
+	@# What fails runs once more, alone: a neighbour on a shared machine makes a test late once, a defect makes it fail again.
+	@# The first failure stays in the output. Only after exit code 1, tests failed: after a crash the list of failures is an old one.
+	$(BIN)/python -m pytest -m "not full and not timing" -n 2 --dist loadfile --cov --cov-report= || { test $$? -eq 1 && \
+	   $(BIN)/python -m pytest -m "not full and not timing" --last-failed --last-failed-no-failures none --exitfirst && \
+	   $(BIN)/coverage report --format=total; }
+	@# One after the other: what they measure is not each other.
 	$(BIN)/python -m pytest -m "timing and not full" || { test $$? -eq 1 && \
 	   $(BIN)/python -m pytest -m "timing and not full" --last-failed --last-failed-no-failures none; }
 
