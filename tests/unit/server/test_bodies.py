@@ -188,10 +188,11 @@ def test_a_body_that_is_fast_enough_may_take_long(
     serve: Callable[..., Served], stack: ExitStack, arrived: list[bytes]
 ) -> None:
     served = serve(api_keys=(BOB,), min_body_rate=1000)
-    sock = begin(stack, served, 100 * KB, b"{")
-    wait_for_piece(served, arrived, 1)
-    served.clock.advance(50)
-    sock.sendall(b" " * (100 * KB - 2) + b"}")
+    sock = begin(stack, served, 100 * KB, b"{" + b" " * (60 * KB - 1))
+    wait_until(lambda: sum(map(len, arrived)) == 60 * KB)
+    served.run(asyncio.sleep(0))
+    served.clock.advance(50)  # every piece from here on finds more than 50,000 bytes, however the socket cuts them
+    sock.sendall(b" " * (40 * KB - 1) + b"}")
     assert status_of(sock) == 200
 
 
