@@ -136,6 +136,24 @@ def test_claims_of_one_run_at_once_agree(shared: Callable[[], ClusterStore], sto
     assert len(set(found)) == 20, "one home each"
 
 
+def test_a_claim_that_waited_for_another_one_agrees_with_it(
+    shared: Callable[[], ClusterStore], store: ClusterStore, postgres_place: Place
+) -> None:
+    """All nodes look for the runs of a dead one at the same time; each would take them from the one before."""
+    store.join(node("c"), 60)
+    assert claimed(store, RUN).home.node == "a"
+    end_lease(postgres_place, "a")
+    other, found = shared(), list[Claim]()
+    thread = threading.Thread(target=lambda: found.append(claimed(other, RUN, own="c")))
+    with psycopg.connect(postgres_place.url) as connection:
+        connection.execute("UPDATE homes SET node = 'b', epoch = 2 WHERE run_id = %s", (RUN,))
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive(), "it waits for the claim that is not committed yet"
+    thread.join(10)
+    assert found == [Claim(Home(run_id=RUN, node="b", epoch=2), "http://b")]
+
+
 def test_what_waits_without_a_living_home_is_found(store: ClusterStore, postgres_place: Place) -> None:
     for number, home_node in enumerate("ab"):
         run_id = f"s:train:{number}"
