@@ -15,7 +15,7 @@ import pytest
 from tests.unit.store.conftest import Place, operation, run
 from tinkex.errors import ConfigError
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeRecord
-from tinkex.store.errors import HomeLost
+from tinkex.store.errors import HomeLost, LeaseLost
 from tinkex.store.journal import Journal
 from tinkex.store.records import Home
 
@@ -273,6 +273,21 @@ def test_a_server_alone_and_nodes_exclude_each_other(
             store.join(node("a"), 60)
         assert store.list_nodes() == []
     store.join(node("a"), 60)
+
+
+def test_a_server_alone_whose_session_was_cut_writes_nothing_after_a_node_has_joined(
+    shared: Callable[[], ClusterStore], postgres_place: Place, tmp_path: Path
+) -> None:
+    """It takes its lock again with the next renewal, and would go on beside the node."""
+    store, alone = shared(), postgres_place.open()
+    with alone.lease("http://alone", tmp_path) as lease:
+        alone.add_run(run(), operation(0), b"create")
+        with psycopg.connect(postgres_place.url, autocommit=True) as connection:
+            connection.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory'")
+        store.join(node("a"), 60)
+        with pytest.raises(LeaseLost):
+            alone.finish(f"{RUN}/0", at=1.0, result=b"{}", result_type="json")
+        assert lease.is_lost
 
 
 def test_a_frozen_node_writes_nothing_after_a_server_took_the_store_for_itself(

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, func, or_, select, up
 from sqlalchemy.dialects.postgresql import insert
 
 from tinkex.errors import ConfigError
-from tinkex.store.lease import NOW, holder_address
+from tinkex.store.lease import NOW, end_lease, holder_address
 from tinkex.store.records import Home
 from tinkex.store.store import Store
 from tinkex.store.tables import homes, lease, nodes, operations, runs
@@ -86,6 +86,8 @@ class ClusterStore(Store):
         with self._write() as connection:
             if (address := holder_address(connection)) is not None:
                 connection.execute(delete(nodes).where(nodes.c.id == node.id))
+            else:
+                end_lease(connection)
         if address is not None:
             raise ConfigError(
                 f"The server at {address} has this database for itself: it was started without --node-url. Stop it "
