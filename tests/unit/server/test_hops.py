@@ -69,7 +69,8 @@ async def test_requests_and_responses_pass_unchanged_on_one_connection() -> None
             assert await sent(hops, url, body) == (200, body)
         hops.close()
     assert len(connections) == 1
-    assert heads[0].startswith(b"POST /internal/x?y=1 HTTP/1.1\r\n") and b"\r\nhost: front\r\n" in heads[0]
+    assert heads[0].startswith(b"POST /internal/x?y=1 HTTP/1.1\r\n") and b"\r\nx-a: b\r\n" in heads[0]
+    assert heads[0].count(b"\r\nhost: ") == 1 and b"\r\nhost: 127.0.0.1:" in heads[0], "proxies reject a second one"
 
 
 @on_a_loop

@@ -198,7 +198,8 @@ class _Closed(Exception):
 
 def _head(url: str, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes]) -> bytes:
     lines = [b"%s %s HTTP/1.1" % (method.encode(), target), b"host: " + urlsplit(url).netloc.encode()]
-    lines += [name + b": " + value for name, value in headers]
+    # One Host, or proxies reject it (RFC 9112 3.2).
+    lines += [name + b": " + value for name, value in headers if name != b"host"]
     length = b"content-length: %d" % len(body) if isinstance(body, bytes) else b"transfer-encoding: chunked"
     return b"\r\n".join([*lines, length, b"", b""])
 

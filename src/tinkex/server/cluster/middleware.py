@@ -26,7 +26,9 @@ INTERNAL = "/internal"
 SHARED = ("/api/v1/", "/v1/", "/oai/api/v1/")
 """Paths that another node may serve. Pages, metrics and health are each server's own."""
 OWN = frozenset(("/api/v1/healthz", "/api/v1/service_state"))
-NOT_SENT = OF_CONNECTION | {b"content-length", b"x-api-key", b"authorization", b"expect", HEADER}
+ORIGIN = b"x-tinkex-origin"
+"""Scheme and host as the client sent them. Links to files lead there: clients may not reach the nodes."""
+NOT_SENT = OF_CONNECTION | {b"host", b"content-length", b"x-api-key", b"authorization", b"expect", HEADER, ORIGIN}
 POLL_DELAY_S = 1.0
 """How long to hold a poll whose node does not respond: official clients ask again at once."""
 MAX_NOTED_BYTES = 4096
@@ -80,7 +82,8 @@ class ClusterMiddleware:
             raise RequestRejected(403, "A request to this path needs a tenant.", "not_signed")
         state = {**scope.get("state", {}), **({} if tenant is None else {"tenant": tenant})}
         raw = inner.encode("ascii", "replace")
-        return {**scope, "path": inner, "raw_path": raw, "root_path": "", "state": state}, inner
+        inner_scope = {**scope, **_origin(scope), "path": inner, "raw_path": raw, "root_path": "", "state": state}
+        return inner_scope, inner
 
     async def _forward(
         self, request: ApiRequest, path: str, concern: Concern, url: str, tenant: str | None, send: Send
@@ -96,7 +99,8 @@ class ClusterMiddleware:
         elif request.method not in ("GET", "HEAD", "DELETE"):
             body = request.pieces()
         try:
-            response = await self._hops.send(url, request.method, target, [*headers, (HEADER, signature)], body)
+            headers += [(HEADER, signature), (ORIGIN, _sent_origin(request.scope))]
+            response = await self._hops.send(url, request.method, target, headers, body)
         except HopFailed as error:
             self._counters.forwarded(is_answered=False)
             self._homes.forget_place(concern.name)
@@ -168,6 +172,21 @@ def _target(scope: Scope) -> bytes:
     path: bytes = raw.removeprefix(prefix)
     query: bytes = scope.get("query_string", b"")
     return path + b"?" + query if query else path
+
+
+def _sent_origin(scope: Scope) -> bytes:
+    host: bytes = next((value for name, value in scope["headers"] if name == b"host"), b"")
+    return str(scope["scheme"]).encode() + b"://" + host
+
+
+def _origin(scope: Scope) -> Scope:
+    """Return scheme and headers of a request between servers as its client sent them to the first one."""
+    origin = next((value for name, value in scope["headers"] if name == ORIGIN), b"")
+    scheme, _, host = origin.partition(b"://")
+    if not host:
+        return {}
+    others = [(name, value) for name, value in scope["headers"] if name not in (b"host", ORIGIN)]
+    return {"scheme": scheme.decode("latin-1"), "headers": [(b"host", host), *others]}
 
 
 def _with_body(scope: Scope, receive: Receive, body: bytes | None) -> tuple[Scope, Receive]:
