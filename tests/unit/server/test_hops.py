@@ -46,8 +46,12 @@ async def head_of(reader: asyncio.StreamReader) -> bytes:
     return await reader.readuntil(b"\r\n\r\n")
 
 
+async def lives() -> bool:
+    return True
+
+
 async def sent(hops: Hops, url: str, body: bytes = b"") -> tuple[int, bytes]:
-    response = await hops.send(url, "POST", b"/internal/x?y=1", [(b"host", b"front"), (b"x-a", b"b")], body)
+    response = await hops.send(url, "POST", b"/internal/x?y=1", [(b"host", b"front"), (b"x-a", b"b")], body, lives)
     return response.status, b"".join([piece async for piece in response.pieces()])
 
 
@@ -104,7 +108,7 @@ async def test_a_stream_comes_piece_by_piece() -> None:
 
     async with other_node(stream) as url:
         hops = Hops(REAL)
-        pieces = (await hops.send(url, "POST", b"/", [], b"")).pieces()
+        pieces = (await hops.send(url, "POST", b"/", [], b"", lives)).pieces()
         assert await anext(pieces) == b"first"
         may_go_on.set()
         assert [piece async for piece in pieces] == [b"second"]
@@ -127,7 +131,7 @@ async def test_a_body_of_unknown_length_is_sent_as_it_comes() -> None:
 
     async with other_node(read) as url:
         hops = Hops(REAL)
-        response = await hops.send(url, "POST", b"/", [], body())
+        response = await hops.send(url, "POST", b"/", [], body(), lives)
         assert (response.status, [piece async for piece in response.pieces()]) == (204, [])
         hops.close()
     assert received.get_nowait() == b"3\r\nabc\r\n14\r\n" + b"d" * 20 + b"\r\n0\r\n\r\n"
@@ -161,14 +165,37 @@ async def test_a_response_that_is_not_whole_is_a_failure(content: bytes) -> None
 @on_a_loop
 async def test_a_node_that_is_silent_or_gone_is_a_failure_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen process accepts connections and takes bytes."""
-    monkeypatch.setattr(hop, "HEAD_S", 0.05)
+    monkeypatch.setattr(hop, "LOOK_S", 0.05)
+    looks = 0
+
+    async def lives_for_a_while() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks < 3
 
     async def freeze(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
     hops = Hops(REAL)
     async with other_node(freeze) as url:
-        with pytest.raises(HopFailed, match="did not respond"):
-            await sent(hops, url)
+        with pytest.raises(HopFailed, match="not renewed its lease"):
+            await hops.send(url, "POST", b"/", [], b"", lives_for_a_while)
+        assert looks == 3
     with pytest.raises(HopFailed, match="cannot be reached"):
         await sent(hops, url)
+
+
+@on_a_loop
+async def test_a_node_that_lives_may_take_long_to_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion that is not streamed is drawn first. After 60 s it was given up, and asked for again."""
+    monkeypatch.setattr(hop, "LOOK_S", 0.02)
+
+    async def think(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await head_of(reader)
+        await asyncio.sleep(0.2)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async with other_node(think) as url:
+        hops = Hops(REAL)
+        assert await sent(hops, url) == (200, b"ok")
+        hops.close()

@@ -6,9 +6,11 @@ Between nodes a request goes to `/internal/…` with the tenant signed, so that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import partial
 
 import orjson
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,6 +69,8 @@ class ClusterMiddleware:
             else:
                 request.give_back_body()
                 await self._app(*_with_body(scope, receive, concern.body), send)
+        except ClientDisconnect:
+            pass  # nobody is there to be told
         except Exception as error:  # an edge: middleware runs outside the wrapper of the handlers
             await error_response(error)(scope, receive, send)
         finally:
@@ -100,7 +104,9 @@ class ClusterMiddleware:
             body = request.pieces()
         try:
             headers += [(HEADER, signature), (ORIGIN, _sent_origin(request.scope))]
-            response = await self._hops.send(url, request.method, target, headers, body)
+            lives = partial(self._switch.lives, url)
+            sending = self._hops.send(url, request.method, target, headers, body, lives)
+            response = await (_unless_left(request, sending) if isinstance(body, bytes) else sending)
         except HopFailed as error:
             self._counters.forwarded(is_answered=False)
             self._homes.forget_place(concern.name)
@@ -204,6 +210,20 @@ def _with_body(scope: Scope, receive: Receive, body: bytes | None) -> tuple[Scop
         return messages.pop() if messages else await receive()
 
     return {**scope, "headers": [*kept, (b"content-length", b"%d" % len(body))]}, replay
+
+
+async def _unless_left(request: ApiRequest, sending: Coroutine[object, object, HopResponse]) -> HopResponse:
+    """Return the response to a request whose body was read. If the client leaves before, the other node is told."""
+    answered, leaving = asyncio.create_task(sending), asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((answered, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            raise ClientDisconnect
+        return answered.result()
+    finally:
+        for task in (answered, leaving):
+            task.cancel()
+        await asyncio.wait((answered, leaving))
 
 
 async def _disconnected(receive: Receive) -> None:
