@@ -199,3 +199,23 @@ async def test_a_node_that_lives_may_take_long_to_respond(monkeypatch: pytest.Mo
         hops = Hops(REAL)
         assert await sent(hops, url) == (200, b"ok")
         hops.close()
+
+
+@on_a_loop
+async def test_a_body_that_comes_in_pieces_keeps_its_length() -> None:
+    """A node with a quota rejects an upload whose size is not known."""
+    seen: list[bytes] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.extend((await head_of(reader), await reader.readexactly(6)))
+        writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"abc", b"", b"def"):
+            yield piece
+
+    async with other_node(take) as url:
+        hops = Hops(REAL)
+        await hops.send(url, "POST", b"/", [(b"content-length", b"6")], pieces(), lives)
+        hops.close()
+    assert seen[1] == b"abcdef" and b"content-length: 6\r\n" in seen[0] and b"chunked" not in seen[0]

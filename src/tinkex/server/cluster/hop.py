@@ -143,7 +143,7 @@ class Hops:
         self, url: str, connection: _Connection, head: bytes, body: bytes | AsyncIterator[bytes], lives: Lives
     ) -> HopResponse:
         try:
-            await _write(connection.writer, head, body)
+            await _write(connection.writer, head, body, is_chunked=b"\r\ntransfer-encoding: chunked\r\n" in head)
             lines = (await _read_head(connection.reader, lives)).split(b"\r\n")
             status = int(lines[0].split(b" ", 2)[1])
             found = [line.partition(b":") for line in lines[1:] if line]
@@ -203,11 +203,21 @@ def _head(url: str, method: str, target: bytes, headers: Headers, body: bytes | 
     lines = [b"%s %s HTTP/1.1" % (method.encode(), target), b"host: " + urlsplit(url).netloc.encode()]
     # One Host, or proxies reject it (RFC 9112 3.2).
     lines += [name + b": " + value for name, value in headers if name != b"host"]
-    length = b"content-length: %d" % len(body) if isinstance(body, bytes) else b"transfer-encoding: chunked"
-    return b"\r\n".join([*lines, length, b"", b""])
+    if isinstance(body, bytes):
+        lines.append(b"content-length: %d" % len(body))
+    elif not _is_sized(headers):
+        lines.append(b"transfer-encoding: chunked")
+    return b"\r\n".join([*lines, b"", b""])
 
 
-async def _write(writer: asyncio.StreamWriter, head: bytes, body: bytes | AsyncIterator[bytes]) -> None:
+def _is_sized(headers: Headers) -> bool:
+    """Whether the length of a body that comes in pieces is known: quotas need it before the first piece."""
+    return any(name == b"content-length" for name, _ in headers)
+
+
+async def _write(
+    writer: asyncio.StreamWriter, head: bytes, body: bytes | AsyncIterator[bytes], *, is_chunked: bool
+) -> None:
     writer.write(head)
     if isinstance(body, bytes):
         view = memoryview(body)
@@ -218,9 +228,10 @@ async def _write(writer: asyncio.StreamWriter, head: bytes, body: bytes | AsyncI
         return
     async for piece in body:
         if piece:
-            writer.writelines((b"%x\r\n" % len(piece), piece, b"\r\n"))
+            writer.writelines((b"%x\r\n" % len(piece), piece, b"\r\n") if is_chunked else (piece,))
             await _drain(writer)
-    writer.write(b"0\r\n\r\n")
+    if is_chunked:
+        writer.write(b"0\r\n\r\n")
     await _drain(writer)
 
 

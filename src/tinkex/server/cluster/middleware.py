@@ -102,6 +102,7 @@ class ClusterMiddleware:
             body = concern.body
         elif request.method not in ("GET", "HEAD", "DELETE"):
             body = request.pieces()
+            headers += [(name, value) for name, value in request.scope["headers"] if name == b"content-length"]
         try:
             headers += [(HEADER, signature), (ORIGIN, _sent_origin(request.scope))]
             lives = partial(self._switch.lives, url)
