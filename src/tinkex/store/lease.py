@@ -262,6 +262,15 @@ def holder_address(connection: Connection) -> str | None:
     return connection.scalar(select(lease.c.address).where(lease.c.name == _NAME)) or "an unknown address"
 
 
+def end_lease(connection: Connection) -> None:
+    """Have a server that had this PostgreSQL to itself write nothing more. Its lock is gone, but it may live.
+
+    Its connection was cut, or it was frozen: it would take its lock again and go on beside the nodes.
+    """
+    if _row(connection, for_update=True) is not None:  # waits for a transaction that has checked the lease
+        connection.execute(update(lease).where(lease.c.name == _NAME).values(node=""))
+
+
 def _end_cluster(connection: Connection) -> None:
     """Take the store from the nodes that shared it, if none of them lives: one that is frozen may come back.
 

@@ -197,6 +197,18 @@ def test_samples_are_polled_streamed_and_cancelled_through_any_front(cluster: Cl
     assert [Raw(server, ALICE).poll(lost).status for server in cluster.servers] == [410] * 4
 
 
+def test_a_link_leads_to_the_front_that_was_asked(cluster: Cluster) -> None:
+    """The address of a node may be one that only other servers reach."""
+    front = Raw(fronts(cluster)[0], ALICE)
+    saved = front.run(rank=2).done("save_weights", path="kept")["path"]
+    checkpoint = saved.removeprefix("tinker://").replace("/weights/", "/checkpoints/weights/")
+    found = front.ask("GET", f"training_runs/{checkpoint}/archive?redirect=false")
+    assert found.status == 200, found.content
+    assert found.json["url"].startswith(f"{front.server.url}/api/v1/files/")
+    link = found.json["url"].removeprefix(front.server.url)
+    assert [Raw(server).ask("GET", link).status for server in cluster.servers] == [200] * 4
+
+
 def test_the_openai_interface_works_through_a_front(cluster: Cluster) -> None:
     body = {"model": "tinkex/tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
     responses = [Raw(server, ALICE).post("/v1/completions", body) for server in cluster.servers]

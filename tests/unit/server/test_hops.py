@@ -46,8 +46,12 @@ async def head_of(reader: asyncio.StreamReader) -> bytes:
     return await reader.readuntil(b"\r\n\r\n")
 
 
+async def lives() -> bool:
+    return True
+
+
 async def sent(hops: Hops, url: str, body: bytes = b"") -> tuple[int, bytes]:
-    response = await hops.send(url, "POST", b"/internal/x?y=1", [(b"host", b"front"), (b"x-a", b"b")], body)
+    response = await hops.send(url, "POST", b"/internal/x?y=1", [(b"host", b"front"), (b"x-a", b"b")], body, lives)
     return response.status, b"".join([piece async for piece in response.pieces()])
 
 
@@ -69,7 +73,8 @@ async def test_requests_and_responses_pass_unchanged_on_one_connection() -> None
             assert await sent(hops, url, body) == (200, body)
         hops.close()
     assert len(connections) == 1
-    assert heads[0].startswith(b"POST /internal/x?y=1 HTTP/1.1\r\n") and b"\r\nhost: front\r\n" in heads[0]
+    assert heads[0].startswith(b"POST /internal/x?y=1 HTTP/1.1\r\n") and b"\r\nx-a: b\r\n" in heads[0]
+    assert heads[0].count(b"\r\nhost: ") == 1 and b"\r\nhost: 127.0.0.1:" in heads[0], "proxies reject a second one"
 
 
 @on_a_loop
@@ -103,7 +108,7 @@ async def test_a_stream_comes_piece_by_piece() -> None:
 
     async with other_node(stream) as url:
         hops = Hops(REAL)
-        pieces = (await hops.send(url, "POST", b"/", [], b"")).pieces()
+        pieces = (await hops.send(url, "POST", b"/", [], b"", lives)).pieces()
         assert await anext(pieces) == b"first"
         may_go_on.set()
         assert [piece async for piece in pieces] == [b"second"]
@@ -126,7 +131,7 @@ async def test_a_body_of_unknown_length_is_sent_as_it_comes() -> None:
 
     async with other_node(read) as url:
         hops = Hops(REAL)
-        response = await hops.send(url, "POST", b"/", [], body())
+        response = await hops.send(url, "POST", b"/", [], body(), lives)
         assert (response.status, [piece async for piece in response.pieces()]) == (204, [])
         hops.close()
     assert received.get_nowait() == b"3\r\nabc\r\n14\r\n" + b"d" * 20 + b"\r\n0\r\n\r\n"
@@ -160,14 +165,57 @@ async def test_a_response_that_is_not_whole_is_a_failure(content: bytes) -> None
 @on_a_loop
 async def test_a_node_that_is_silent_or_gone_is_a_failure_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen process accepts connections and takes bytes."""
-    monkeypatch.setattr(hop, "HEAD_S", 0.05)
+    monkeypatch.setattr(hop, "LOOK_S", 0.05)
+    looks = 0
+
+    async def lives_for_a_while() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks < 3
 
     async def freeze(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
     hops = Hops(REAL)
     async with other_node(freeze) as url:
-        with pytest.raises(HopFailed, match="did not respond"):
-            await sent(hops, url)
+        with pytest.raises(HopFailed, match="not renewed its lease"):
+            await hops.send(url, "POST", b"/", [], b"", lives_for_a_while)
+        assert looks == 3
     with pytest.raises(HopFailed, match="cannot be reached"):
         await sent(hops, url)
+
+
+@on_a_loop
+async def test_a_node_that_lives_may_take_long_to_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion that is not streamed is drawn first. After 60 s it was given up, and asked for again."""
+    monkeypatch.setattr(hop, "LOOK_S", 0.02)
+
+    async def think(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await head_of(reader)
+        await asyncio.sleep(0.2)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async with other_node(think) as url:
+        hops = Hops(REAL)
+        assert await sent(hops, url) == (200, b"ok")
+        hops.close()
+
+
+@on_a_loop
+async def test_a_body_that_comes_in_pieces_keeps_its_length() -> None:
+    """A node with a quota rejects an upload whose size is not known."""
+    seen: list[bytes] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.extend((await head_of(reader), await reader.readexactly(6)))
+        writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"abc", b"", b"def"):
+            yield piece
+
+    async with other_node(take) as url:
+        hops = Hops(REAL)
+        await hops.send(url, "POST", b"/", [(b"content-length", b"6")], pieces(), lives)
+        hops.close()
+    assert seen[1] == b"abcdef" and b"content-length: 6\r\n" in seen[0] and b"chunked" not in seen[0]

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.store.conftest import Place, operation, run
 from tinkex.errors import ConfigError
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeRecord
-from tinkex.store.errors import HomeLost
+from tinkex.store.errors import HomeLost, LeaseLost
 from tinkex.store.journal import Journal
 from tinkex.store.records import Home
 
@@ -134,6 +134,24 @@ def test_claims_of_one_run_at_once_agree(shared: Callable[[], ClusterStore], sto
         thread.join(60)
     assert len(found) == 80
     assert len(set(found)) == 20, "one home each"
+
+
+def test_a_claim_that_waited_for_another_one_agrees_with_it(
+    shared: Callable[[], ClusterStore], store: ClusterStore, postgres_place: Place
+) -> None:
+    """All nodes look for the runs of a dead one at the same time; each would take them from the one before."""
+    store.join(node("c"), 60)
+    assert claimed(store, RUN).home.node == "a"
+    end_lease(postgres_place, "a")
+    other, found = shared(), list[Claim]()
+    thread = threading.Thread(target=lambda: found.append(claimed(other, RUN, own="c")))
+    with psycopg.connect(postgres_place.url) as connection:
+        connection.execute("UPDATE homes SET node = 'b', epoch = 2 WHERE run_id = %s", (RUN,))
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive(), "it waits for the claim that is not committed yet"
+    thread.join(10)
+    assert found == [Claim(Home(run_id=RUN, node="b", epoch=2), "http://b")]
 
 
 def test_what_waits_without_a_living_home_is_found(store: ClusterStore, postgres_place: Place) -> None:
@@ -255,6 +273,21 @@ def test_a_server_alone_and_nodes_exclude_each_other(
             store.join(node("a"), 60)
         assert store.list_nodes() == []
     store.join(node("a"), 60)
+
+
+def test_a_server_alone_whose_session_was_cut_writes_nothing_after_a_node_has_joined(
+    shared: Callable[[], ClusterStore], postgres_place: Place, tmp_path: Path
+) -> None:
+    """It takes its lock again with the next renewal, and would go on beside the node."""
+    store, alone = shared(), postgres_place.open()
+    with alone.lease("http://alone", tmp_path) as lease:
+        alone.add_run(run(), operation(0), b"create")
+        with psycopg.connect(postgres_place.url, autocommit=True) as connection:
+            connection.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory'")
+        store.join(node("a"), 60)
+        with pytest.raises(LeaseLost):
+            alone.finish(f"{RUN}/0", at=1.0, result=b"{}", result_type="json")
+        assert lease.is_lost
 
 
 def test_a_frozen_node_writes_nothing_after_a_server_took_the_store_for_itself(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -16,8 +16,10 @@ from tinkex.clock import Clock
 CONNECT_S = 3.0
 SEND_S = 60.0
 """How long the other node may take no byte of the body."""
-HEAD_S = 60.0
-"""How long it may take to respond: it holds a poll for 25 s."""
+HEAD_S = 3600.0
+"""How long it may take to respond while it lives: it may draw a long completion, or fetch an archive from a bucket."""
+LOOK_S = 5.0
+"""How often to look whether a node that has not responded yet still lives."""
 PIECE_S = 60.0
 """How long it may be silent within a response. A stream has a comment every 15 s."""
 IDLE_S = 30.0
@@ -28,6 +30,7 @@ PIECE_BYTES = 64 << 10
 MAX_HEAD_BYTES = 64 << 10
 
 Headers = Sequence[tuple[bytes, bytes]]
+Lives = Callable[[], Awaitable[bool]]
 OF_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"proxy-authorization")
 )
@@ -118,30 +121,30 @@ class Hops:
         self._tls: ssl.SSLContext | None = None
 
     async def send(
-        self, url: str, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes]
+        self, url: str, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes], lives: Lives
     ) -> HopResponse:
         """Send a request and return its response, of which the head has arrived. Raises HopFailed.
 
+        It waits for as long as the other node `lives`, which is asked from time to time.
         A kept connection that turns out to be closed is replaced once: the other node closed it while it was unused.
         """
         head = _head(url, method, target, headers, body)
         if isinstance(body, bytes) and (kept := self._kept(url)) is not None:
             try:
-                return await self._exchange(url, kept, head, body)
+                return await self._exchange(url, kept, head, body, lives)
             except _Closed:
                 pass
         try:
-            return await self._exchange(url, await self._connect(url), head, body)
+            return await self._exchange(url, await self._connect(url), head, body, lives)
         except _Closed as error:
             raise HopFailed(str(error)) from None
 
     async def _exchange(
-        self, url: str, connection: _Connection, head: bytes, body: bytes | AsyncIterator[bytes]
+        self, url: str, connection: _Connection, head: bytes, body: bytes | AsyncIterator[bytes], lives: Lives
     ) -> HopResponse:
         try:
-            await _write(connection.writer, head, body)
-            async with asyncio.timeout(HEAD_S):
-                lines = (await connection.reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+            await _write(connection.writer, head, body, is_chunked=b"\r\ntransfer-encoding: chunked\r\n" in head)
+            lines = (await _read_head(connection.reader, lives)).split(b"\r\n")
             status = int(lines[0].split(b" ", 2)[1])
             found = [line.partition(b":") for line in lines[1:] if line]
         except BaseException as error:
@@ -198,12 +201,23 @@ class _Closed(Exception):
 
 def _head(url: str, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes]) -> bytes:
     lines = [b"%s %s HTTP/1.1" % (method.encode(), target), b"host: " + urlsplit(url).netloc.encode()]
-    lines += [name + b": " + value for name, value in headers]
-    length = b"content-length: %d" % len(body) if isinstance(body, bytes) else b"transfer-encoding: chunked"
-    return b"\r\n".join([*lines, length, b"", b""])
+    # One Host, or proxies reject it (RFC 9112 3.2).
+    lines += [name + b": " + value for name, value in headers if name != b"host"]
+    if isinstance(body, bytes):
+        lines.append(b"content-length: %d" % len(body))
+    elif not _is_sized(headers):
+        lines.append(b"transfer-encoding: chunked")
+    return b"\r\n".join([*lines, b"", b""])
 
 
-async def _write(writer: asyncio.StreamWriter, head: bytes, body: bytes | AsyncIterator[bytes]) -> None:
+def _is_sized(headers: Headers) -> bool:
+    """Whether the length of a body that comes in pieces is known: quotas need it before the first piece."""
+    return any(name == b"content-length" for name, _ in headers)
+
+
+async def _write(
+    writer: asyncio.StreamWriter, head: bytes, body: bytes | AsyncIterator[bytes], *, is_chunked: bool
+) -> None:
     writer.write(head)
     if isinstance(body, bytes):
         view = memoryview(body)
@@ -214,10 +228,23 @@ async def _write(writer: asyncio.StreamWriter, head: bytes, body: bytes | AsyncI
         return
     async for piece in body:
         if piece:
-            writer.writelines((b"%x\r\n" % len(piece), piece, b"\r\n"))
+            writer.writelines((b"%x\r\n" % len(piece), piece, b"\r\n") if is_chunked else (piece,))
             await _drain(writer)
-    writer.write(b"0\r\n\r\n")
+    if is_chunked:
+        writer.write(b"0\r\n\r\n")
     await _drain(writer)
+
+
+async def _read_head(reader: asyncio.StreamReader, lives: Lives) -> bytes:
+    reading = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
+    try:
+        async with asyncio.timeout(HEAD_S):
+            while not (await asyncio.wait([reading], timeout=LOOK_S))[0]:
+                if not await lives():
+                    raise HopFailed("it is silent and has not renewed its lease")
+        return reading.result()
+    finally:
+        reading.cancel()
 
 
 async def _drain(writer: asyncio.StreamWriter) -> None:

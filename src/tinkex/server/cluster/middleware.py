@@ -6,9 +6,11 @@ Between nodes a request goes to `/internal/…` with the tenant signed, so that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import partial
 
 import orjson
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,7 +28,9 @@ INTERNAL = "/internal"
 SHARED = ("/api/v1/", "/v1/", "/oai/api/v1/")
 """Paths that another node may serve. Pages, metrics and health are each server's own."""
 OWN = frozenset(("/api/v1/healthz", "/api/v1/service_state"))
-NOT_SENT = OF_CONNECTION | {b"content-length", b"x-api-key", b"authorization", b"expect", HEADER}
+ORIGIN = b"x-tinkex-origin"
+"""Scheme and host as the client sent them. Links to files lead there: clients may not reach the nodes."""
+NOT_SENT = OF_CONNECTION | {b"host", b"content-length", b"x-api-key", b"authorization", b"expect", HEADER, ORIGIN}
 POLL_DELAY_S = 1.0
 """How long to hold a poll whose node does not respond: official clients ask again at once."""
 MAX_NOTED_BYTES = 4096
@@ -65,6 +69,8 @@ class ClusterMiddleware:
             else:
                 request.give_back_body()
                 await self._app(*_with_body(scope, receive, concern.body), send)
+        except ClientDisconnect:
+            pass  # nobody is there to be told
         except Exception as error:  # an edge: middleware runs outside the wrapper of the handlers
             await error_response(error)(scope, receive, send)
         finally:
@@ -80,7 +86,8 @@ class ClusterMiddleware:
             raise RequestRejected(403, "A request to this path needs a tenant.", "not_signed")
         state = {**scope.get("state", {}), **({} if tenant is None else {"tenant": tenant})}
         raw = inner.encode("ascii", "replace")
-        return {**scope, "path": inner, "raw_path": raw, "root_path": "", "state": state}, inner
+        inner_scope = {**scope, **_origin(scope), "path": inner, "raw_path": raw, "root_path": "", "state": state}
+        return inner_scope, inner
 
     async def _forward(
         self, request: ApiRequest, path: str, concern: Concern, url: str, tenant: str | None, send: Send
@@ -95,8 +102,12 @@ class ClusterMiddleware:
             body = concern.body
         elif request.method not in ("GET", "HEAD", "DELETE"):
             body = request.pieces()
+            headers += [(name, value) for name, value in request.scope["headers"] if name == b"content-length"]
         try:
-            response = await self._hops.send(url, request.method, target, [*headers, (HEADER, signature)], body)
+            headers += [(HEADER, signature), (ORIGIN, _sent_origin(request.scope))]
+            lives = partial(self._switch.lives, url)
+            sending = self._hops.send(url, request.method, target, headers, body, lives)
+            response = await (_unless_left(request, sending) if isinstance(body, bytes) else sending)
         except HopFailed as error:
             self._counters.forwarded(is_answered=False)
             self._homes.forget_place(concern.name)
@@ -170,6 +181,21 @@ def _target(scope: Scope) -> bytes:
     return path + b"?" + query if query else path
 
 
+def _sent_origin(scope: Scope) -> bytes:
+    host: bytes = next((value for name, value in scope["headers"] if name == b"host"), b"")
+    return str(scope["scheme"]).encode() + b"://" + host
+
+
+def _origin(scope: Scope) -> Scope:
+    """Return scheme and headers of a request between servers as its client sent them to the first one."""
+    origin = next((value for name, value in scope["headers"] if name == ORIGIN), b"")
+    scheme, _, host = origin.partition(b"://")
+    if not host:
+        return {}
+    others = [(name, value) for name, value in scope["headers"] if name not in (b"host", ORIGIN)]
+    return {"scheme": scheme.decode("latin-1"), "headers": [(b"host", host), *others]}
+
+
 def _with_body(scope: Scope, receive: Receive, body: bytes | None) -> tuple[Scope, Receive]:
     """Return the request with a body that was read, as if it had just come."""
     if body is None:
@@ -185,6 +211,20 @@ def _with_body(scope: Scope, receive: Receive, body: bytes | None) -> tuple[Scop
         return messages.pop() if messages else await receive()
 
     return {**scope, "headers": [*kept, (b"content-length", b"%d" % len(body))]}, replay
+
+
+async def _unless_left(request: ApiRequest, sending: Coroutine[object, object, HopResponse]) -> HopResponse:
+    """Return the response to a request whose body was read. If the client leaves before, the other node is told."""
+    answered, leaving = asyncio.create_task(sending), asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((answered, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            raise ClientDisconnect
+        return answered.result()
+    finally:
+        for task in (answered, leaving):
+            task.cancel()
+        await asyncio.wait((answered, leaving))
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from tinkex._version import __version__
 from tinkex.clock import Clock
+from tinkex.errors import ConfigError
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
 from tinkex.store.cluster.cluster_store import ClusterStore, NodeRecord
@@ -63,7 +64,9 @@ class Node:
             await self._clock.sleep(self._lease_s / RENEWALS)
             try:
                 await self.renew()
-            except Unavailable as error:
+            except ConfigError:  # a server has the store for itself meanwhile
+                raise
+            except Exception as error:  # an edge: a full or read-only database must not end the nodes, one and all
                 logger.warning("the lease of this node cannot be renewed; trying again: %s", error)
 
     async def renew(self) -> None:

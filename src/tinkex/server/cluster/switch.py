@@ -15,6 +15,7 @@ from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.routing import Concern
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.service import Service
+from tinkex.store.errors import Unavailable
 
 MOST_OPERATIONS = 20_000
 """Operations whose run is remembered. The run of another one is read from the journal."""
@@ -43,6 +44,13 @@ class Switch:
             case "sampler":
                 return await self._of_sampler(concern)
         return await self._any(concern.model)
+
+    async def lives(self, url: str) -> bool:
+        """Whether the node at an address lives, as far as the database says."""
+        try:
+            return any(node.url == url for node in await self._peers.living())
+        except Unavailable:  # it may
+            return True
 
     def remember(self, request_id: str, run_id: str) -> None:
         """Note whose an operation is, so that its polls need not ask the journal."""

@@ -307,6 +307,7 @@ class Worker:
             else:
                 await self._until_stored(partial(self.fail, queue, row, result.error, result.category), pending)
         except HomeLost:
+            self._quotas.release((row.run_id, row.seq_id))  # the new home reserves for itself
             self.lose(queue)  # nothing is reported, because nothing is known: the new home runs it
             return
         finally:
@@ -481,8 +482,7 @@ class Worker:
             self._waiters.let_go(pending.row.request_id for pending in waiting)
             if tasks := [task for task, busy in self._tasks.items() if busy == run_id]:
                 await asyncio.wait(tasks)
-            if running is not None:
-                self._waiters.let_go([running.row.request_id])
+            self._waiters.let_go([] if running is None else [running.row.request_id])
             with contextlib.suppress(EngineDied, EngineFault):
                 await self._residency.drop(run_id)
         finally:

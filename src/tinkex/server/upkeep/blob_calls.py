@@ -48,12 +48,13 @@ async def hold(db: Db, store: Store, folder: str) -> HeldFolder:
     """Return a folder that can be read until the caller releases it. Raises FileNotFoundError if a bucket lacks it."""
     if not store.folders.is_shared:
         return store.folders.hold(folder)
-    holding = asyncio.ensure_future(db.beside(store.folders.hold, folder))
-    try:
-        return await asyncio.shield(holding)
-    except asyncio.CancelledError:
-        holding.add_done_callback(_release)
-        raise
+    async with db.turn(folder):  # 64 samples of new weights would take all threads until those are fetched
+        holding = asyncio.ensure_future(db.beside(store.folders.hold, folder))
+        try:
+            return await asyncio.shield(holding)
+        except asyncio.CancelledError:
+            holding.add_done_callback(_release)
+            raise
 
 
 async def while_held(db: Db, store: Store, clock: Clock, folder: str | None, work: Callable[[], Awaitable[T]]) -> T:

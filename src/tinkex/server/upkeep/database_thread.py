@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from tinkex.clock import REAL
 from tinkex.store.errors import Unavailable
@@ -36,6 +37,7 @@ class Db:
         self._interrupt, self._call_s = interrupt, call_s
         self._began_s = 0.0
         self._beside = ThreadPoolExecutor(MOST_BESIDE, thread_name_prefix="tinkex-blobs")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def __call__(self, call: Callable[..., T], *args: object) -> T:
         """Run a call. Raises Unavailable if it has no result in time; it may still be stored then."""
@@ -54,6 +56,10 @@ class Db:
     async def beside(self, call: Callable[..., T], *args: object) -> T:
         """Run a call that reads or writes files or a bucket, and no row. It ends by its own deadlines."""
         return await asyncio.wrap_future(self._beside.submit(call, *args))
+
+    def turn(self, name: str) -> asyncio.Lock:
+        """Return a lock for calls beside that would otherwise wait for each other on their few threads."""
+        return self._turns.setdefault(name, asyncio.Lock())
 
     def _run(self, call: Callable[..., T], *args: object) -> T:
         self._began_s = REAL.now()

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, func, or_, select, up
 from sqlalchemy.dialects.postgresql import insert
 
 from tinkex.errors import ConfigError
-from tinkex.store.lease import NOW, holder_address
+from tinkex.store.lease import NOW, end_lease, holder_address
 from tinkex.store.records import Home
 from tinkex.store.store import Store
 from tinkex.store.tables import homes, lease, nodes, operations, runs
@@ -30,6 +30,7 @@ _HOME = (
     .select_from(homes.outerjoin(nodes, nodes.c.id == homes.c.node))
     .where(homes.c.run_id == bindparam("run"))
 )
+_LOCK = select(homes.c.epoch).where(homes.c.run_id == bindparam("run")).with_for_update()
 _RUNS = select(func.count()).where(homes.c.node == nodes.c.id).scalar_subquery()
 _NODES = select(nodes, _RUNS.label("runs"), (nodes.c.until - NOW).label("left_s")).order_by(nodes.c.url, nodes.c.id)
 
@@ -85,6 +86,8 @@ class ClusterStore(Store):
         with self._write() as connection:
             if (address := holder_address(connection)) is not None:
                 connection.execute(delete(nodes).where(nodes.c.id == node.id))
+            else:
+                end_lease(connection)
         if address is not None:
             raise ConfigError(
                 f"The server at {address} has this database for itself: it was started without --node-url. Stop it "
@@ -151,7 +154,9 @@ class ClusterStore(Store):
                 model = model or connection.scalar(select(runs.c.base_model).where(runs.c.id == run_id)) or ""
                 if not model:
                     return None
-                row = connection.execute(_HOME.with_for_update(of=homes), {"run": run_id}).first()
+                # In two statements: one that had to wait for the lock would join the new home with the former node.
+                connection.execute(_LOCK, {"run": run_id})
+                row = connection.execute(_HOME, {"run": run_id}).first()
                 if row is not None and row.lives:
                     return _claim(run_id, row)
                 node = self._choose(connection, model, own)
