@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +190,32 @@ def test_a_repeated_copy_is_one_copy(served: Served) -> None:
     placed, retried = (served.ask("POST", "copy_weights", body).json for _ in range(2))
     assert placed == retried == {"tinker_path": "tinker://mine:train:4/weights/0001"}
     assert served.ask("GET", "checkpoints").json["cursor"]["total_count"] == 3
+
+
+def test_two_attempts_of_one_copy_at_once_leave_one_folder_and_delete_beside_the_database(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: the slower one deleted its files on the database's thread, which a hung bucket would have kept."""
+    source, folders, both = served.checkpoint(served.training_run()), served.service.store.folders, threading.Barrier(2)
+    copy, remove, threads = folders.copy, folders.remove, list[str]()
+
+    def copy_together(*args: Any) -> None:
+        copy(*args)
+        both.wait(10)
+
+    def remove_noted(folder: str) -> None:
+        threads.append(threading.current_thread().name)
+        remove(folder)
+
+    monkeypatch.setattr(folders, "copy", copy_together)
+    monkeypatch.setattr(folders, "remove", remove_noted)
+    body, keyed = {"source_path": source.path}, {"x-idempotency-key": "k"}
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(served.ask, "POST", "copy_weights", body, headers=keyed) for _ in range(2)]
+    first, second = (response.result() for response in asked)
+    assert (first.status, second.status, first.json) == (200, 200, second.json)
+    assert [name.split("_")[0] for name in threads] == ["tinkex-blobs"]
+    assert served.ask("GET", "checkpoints").json["cursor"]["total_count"] == 2
 
 
 def test_a_copy_does_not_replace_an_existing_run(served: Served) -> None:

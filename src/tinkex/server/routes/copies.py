@@ -86,7 +86,7 @@ async def _add_copy(
 ) -> bytes:
     """Add the rows of a copied or imported checkpoint, and return the response. An error deletes its folder."""
     try:
-        return await service.db(_add_rows, service, destination, saved, kind, key)
+        content, is_added = await service.db(_add_rows, service, destination, saved, kind, key)
     except Unavailable:  # the rows may be there although this was not confirmed; if not, the janitor deletes the folder
         raise
     except Exception as error:
@@ -94,13 +94,18 @@ async def _add_copy(
         if isinstance(error, Duplicate):
             raise _run_exists(destination) from None
         raise
+    if not is_added:
+        await service.db.beside(service.store.folders.remove, saved.folder)
+    return content
 
 
-def _add_rows(service: Service, destination: CopyDestination, saved: CheckpointRecord, kind: str, key: str) -> bytes:
+def _add_rows(
+    service: Service, destination: CopyDestination, saved: CheckpointRecord, kind: str, key: str
+) -> tuple[bytes, bool]:
+    """Return the response, and whether the rows were added; not if another attempt with this key was faster."""
     store, now = service.store, saved.created_at
-    if key and (known := store.recall(saved.tenant, key)) is not None:  # another attempt was faster
-        service.store.folders.remove(saved.folder)
-        return known
+    if key and (known := store.recall(saved.tenant, key)) is not None:
+        return known, False
     run = RunRecord(
         id=destination.run_id,
         tenant=saved.tenant,
@@ -127,7 +132,7 @@ def _add_rows(service: Service, destination: CopyDestination, saved: CheckpointR
     session = destination.session if destination.is_new else None
     content = orjson.dumps({"tinker_path": saved.path})
     store.add_stored_run(run, creation, saved, session=session, key=key, response=content)
-    return content
+    return content, True
 
 
 async def _destination(request: ApiRequest, body: dict[str, Any], display_name: str) -> CopyDestination:
