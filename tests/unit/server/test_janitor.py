@@ -166,7 +166,12 @@ def test_a_loop_with_a_sampler_per_step_is_not_above_its_quota_for_good(serve: C
     served.run(service.quotas.reserve("next", "local", 27_000))
 
 
-def test_samplers_stay_with_their_session_where_there_is_no_quota(served: Served) -> None:
+@pytest.mark.parametrize("given", [{}, {"tenant_quota_gb": 1, "node_url": "http://10.0.0.5:8642"}])
+def test_samplers_stay_with_their_session_without_a_quota_or_in_a_cluster(
+    serve: Callable[..., Served], given: dict[str, Any]
+) -> None:
+    """In a cluster another server may be drawing from them, which this one does not know."""
+    served = serve(**given)
     served.session("s", seen_at=served.clock.wall() + 10_000)
     served.training_run("s:train:0")
     rows = [ephemeral(served, "s:train:0", number) for number in range(40)]

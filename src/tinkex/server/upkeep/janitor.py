@@ -141,10 +141,11 @@ class Janitor:
     async def _remove_surplus_samplers(self) -> None:
         """Remove old samplers that count in a quota and are not used. Their owner cannot delete them.
 
-        Without a quota they stay as long as their session.
+        Without a quota they stay as long as their session; so they do in a cluster, where other servers may be drawing
+        from them.
         """
         service = self._service
-        if not service.quotas.is_limited:
+        if not service.quotas.is_limited or service.config.is_clustered:
             return
         for sampler in await service.db(_surplus_samplers, service.store, self._idle_since()):
             if not service.sampling.is_used(sampler.id, service.config.idle_session_s):
