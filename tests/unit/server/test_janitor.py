@@ -36,6 +36,21 @@ def age(served: Served, folder: Path, seconds: float) -> None:
         os.utime(entry, (at, at))
 
 
+def sample_for_real(served: Served) -> None:
+    service = served.service
+    service.sampling = Sampling(
+        served.config,
+        served.clock,
+        served.store,
+        service.db,
+        service.engine,
+        service.catalog,
+        service.metrics,
+        service.ledger,
+        served.worker.memory.relieve,
+    )
+
+
 def ephemeral(served: Served, run_id: str, number: int = 0) -> SamplerRecord:
     folder = f"checkpoints/{run_id}/ephemeral/{number}"
     (served.config.data_dir / folder).mkdir(parents=True)
@@ -134,17 +149,7 @@ def test_a_loop_with_a_sampler_per_step_is_not_above_its_quota_for_good(serve: C
     """Unnamed samplers count, their owner cannot delete them, and they stayed until the session was over."""
     served = serve(tenant_quota_gb=0.001)
     service = served.service
-    service.sampling = Sampling(
-        served.config,
-        served.clock,
-        served.store,
-        service.db,
-        service.engine,
-        service.catalog,
-        service.metrics,
-        service.ledger,
-        served.worker.memory.relieve,
-    )
+    sample_for_real(served)
     served.session("s", seen_at=served.clock.wall() + 10_000)  # its heartbeats go on
     served.training_run("s:train:0")
     rows = []
@@ -172,6 +177,7 @@ def test_samplers_stay_with_their_session_without_a_quota_or_in_a_cluster(
 ) -> None:
     """In a cluster another server may be drawing from them, which this one does not know."""
     served = serve(**given)
+    sample_for_real(served)
     served.session("s", seen_at=served.clock.wall() + 10_000)
     served.training_run("s:train:0")
     rows = [ephemeral(served, "s:train:0", number) for number in range(40)]
