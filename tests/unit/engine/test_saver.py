@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from tests.unit.engine.oracle import Session, assert_equal, datum, good, randomise, state
 from tinkex.engine.adapters import tensor_files
@@ -109,7 +110,7 @@ def test_the_files_are_those_that_safetensors_writes(
     tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, is_pending: bool
 ) -> None:
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(tensor_files, "WRITEBACK_BYTES", 5 * block_bytes)
+    monkeypatch.setattr(tensor_files, "PART_BYTES", 5 * block_bytes)
     session = Session(tiny)
     adapter = trained(session)
     if is_pending:
@@ -120,7 +121,8 @@ def test_the_files_are_those_that_safetensors_writes(
     for folder, names in (("saved", ("adapter_model", "optimizer")), ("kept", ("state",))):
         for name in names:
             file = f"{name}.safetensors"
-            assert (tmp_path / folder / file).read_bytes() == (tmp_path / file).read_bytes()
+            written, plain = tmp_path / folder / file, tmp_path / file
+            assert written.read_bytes() == plain.read_bytes() and written.stat().st_mode == plain.stat().st_mode
     assert size == sum(path.stat().st_size for path in (tmp_path / "kept").iterdir())
     assert list(reply.head["files"]) == sorted(path.name for path in (tmp_path / "saved").iterdir())
     for name, entry in reply.head["files"].items():
@@ -321,10 +323,19 @@ def test_the_thread_pauses_while_the_engine_computes(
     assert sum(paused) == pytest.approx(0.004 * rest) and len(paused) in (0, 4)
 
 
-def test_tensors_are_on_the_disk_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: list[tuple[int, int]] = []
-    monkeypatch.setattr(tensor_files, "_start_writeback", lambda _, start, size: parts.append((start, size)))
-    tensor: Tensor = torch.zeros((40 << 20) // 4)
-    written = tensor_files.write_tensors(tmp_path / "file", {"t": tensor})
-    starts = [start for start, _ in parts]
-    assert len(parts) == 2 and starts == [0, parts[0][1]] and sum(size for _, size in parts) <= written["size_bytes"]
+@pytest.mark.skipif(sys.platform != "linux", reason="sync_file_range is of Linux")
+def test_a_file_goes_to_the_disk_in_parts_and_two_at_once_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int, int]] = []
+
+    class Libc:
+        def __init__(self, name: None) -> None: ...
+
+        def sync_file_range(self, descriptor: int, start: ctypes.c_int64, size: ctypes.c_int64, flags: int) -> None:
+            calls.append((start.value >> 20, size.value >> 20, flags))
+
+    monkeypatch.setattr(ctypes, "CDLL", Libc)
+    tensor_files.write_tensors(tmp_path / "file", {"t": torch.zeros((28 << 20) // 4)})
+    begin, wait = 2, 7
+    assert calls == [(0, 8, begin), (8, 8, begin), (0, 8, wait), (16, 8, begin), (8, 8, wait)]

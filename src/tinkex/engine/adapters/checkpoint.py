@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.adapters.lora import LoraWeights, Role, Site
-from tinkex.engine.adapters.tensor_files import FileSum, Pace, no_pause, sum_of, write_tensors
+from tinkex.engine.adapters.tensor_files import FileSum, no_pause, sum_of, write_tensors
 from tinkex.engine.contract import LORA_ALPHA, EngineFault, LoraSpec
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.models.registry import adapter_base
@@ -50,7 +50,9 @@ _NAMES_BYTES = 300
 """For the names and shapes of a site's two tensors, in the header of a safetensors file."""
 
 
-def save(adapter: Adapter, folder: Path, *, with_optimizer: bool, pace: Pace = no_pause) -> dict[str, FileSum]:
+def save(
+    adapter: Adapter, folder: Path, *, with_optimizer: bool, pace: Callable[[], None] = no_pause
+) -> dict[str, FileSum]:
     """Write a PEFT folder. Returns each file's size and checksum. The adapter must not change meanwhile."""
     files: dict[str, FileSum] = {}
     with _atomic_folder(folder) as staging:
@@ -151,7 +153,7 @@ def read_weights(folder: Path | str, model: Model, *, is_upload: bool = False) -
     return LoraWeights(LoraSpec(rank=rank, seed=int(run_config.get("seed", 0)), **flags), pairs)
 
 
-def snapshot(adapter: Adapter, folder: Path, *, pace: Pace = no_pause) -> int:
+def snapshot(adapter: Adapter, folder: Path, *, pace: Callable[[], None] = no_pause) -> int:
     """Write the complete state of an adapter, which must not change meanwhile. Returns its size in bytes."""
     with _atomic_folder(folder) as staging:
         tensors = adapter.state | ({"gradient": adapter.gradient_P} if adapter.has_gradient else {})

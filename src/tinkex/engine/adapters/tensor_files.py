@@ -18,15 +18,14 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-Pace = Callable[[], None]
-"""Called after every block; may wait."""
-
 BLOCK_BYTES = 1 << 20
 """Takes about a millisecond to hash and write: so long another thread may have to wait for a core."""
-WRITEBACK_BYTES = 16 << 20
-"""The disk gets so much at a time. Left to the end, 364 MB would go at once, and every other fsync would wait."""
+PART_BYTES = 8 << 20
+"""So much goes to the disk at a time, and two parts at once at most. Otherwise a whole file would go at its end, and
+other writers wait: of the appends to a journal beside 545 MB the slowest took 92 to 192 ms, with it 38 to 44."""
 _DTYPES = {torch.float32: "F32", torch.int64: "I64"}
-_SYNC_FILE_RANGE_WRITE = 2
+_BEGIN, _FINISH = 2, 1 | 2 | 4
+"""Flags of sync_file_range: hand pages to the disk; the same, and wait for them."""
 
 
 class FileSum(TypedDict):
@@ -45,27 +44,30 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     *,
     metadata: Mapping[str, str] | None = None,
-    pace: Pace = no_pause,
+    pace: Callable[[], None] = no_pause,
     is_hashed: bool = True,
 ) -> FileSum:
     """Write a new safetensors file. Tensors must be contiguous, and must not change meanwhile.
 
-    Without `is_hashed` the checksum is empty.
+    `pace` is called after every block, and may wait. Without `is_hashed` the checksum is empty.
     """
     # The order of safetensors: large types first, for alignment, and then by name.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest = hashlib.sha256() if is_hashed else None
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        size = handed_over = 0
+        size = begun = former = 0
+        """Bytes written, handed to the disk, and handed to it before the last part."""
         for block in _blocks(ordered, metadata):
             if digest is not None:
                 digest.update(block)
             _write_all(descriptor, block)
             size += block.nbytes
-            if size - handed_over >= WRITEBACK_BYTES:
-                _start_writeback(descriptor, handed_over, size - handed_over)
-                handed_over = size
+            if size - begun >= PART_BYTES:
+                _sync_range(descriptor, begun, size, _BEGIN)
+                if begun:
+                    _sync_range(descriptor, former, begun, _FINISH)
+                former, begun = begun, size
             pace()
     finally:
         os.close(descriptor)
@@ -85,7 +87,7 @@ def _blocks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
         flat, count = tensor.detach().view(-1), BLOCK_BYTES // tensor.element_size()
         for start in range(0, flat.numel(), count):
             # Of memory that is the processor's already, this is no copy.
-            yield memoryview(flat[start : start + count].cpu().numpy()).cast("B")
+            yield flat[start : start + count].cpu().numpy().data.cast("B")
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
@@ -108,9 +110,8 @@ def _write_all(descriptor: int, block: memoryview) -> None:
         block = block[os.write(descriptor, block) :]
 
 
-def _start_writeback(descriptor: int, start: int, size: int) -> None:
-    """Have the disk begin with a part of a file, if the system can do that. It makes nothing safe: `fsync` does."""
-    if sys.platform == "linux":
-        function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-        if function is not None:
-            function(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
+def _sync_range(descriptor: int, start: int, end: int, flags: int) -> None:
+    """Write a part of a file to the disk, where the system can do that. Nothing is safe before `fsync`."""
+    sync_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    if sync_range is not None:
+        sync_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(end - start), flags)

@@ -20,14 +20,13 @@ from tinkex.clock import REAL
 from tinkex.engine import heap
 from tinkex.engine.adapters import checkpoint, optimizer
 from tinkex.engine.adapters.adapter import Adapter
-from tinkex.engine.adapters.tensor_files import Pace
 from tinkex.engine.contract import EngineFault, LoraSpec, OutOfMemory, is_out_of_memory
 from tinkex.engine.frames import Frame
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training import datum_tensors
 from tinkex.engine.training.micro_batches import Pass, next_micro_batch
 from tinkex.engine.training.runner import Runner
-from tinkex.engine.training.saver import Saver
+from tinkex.engine.training.saver import Pace, Saver
 
 PASSES = ("forward", "forward_backward")
 SAVES = ("save", "snapshot")
