@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit.engine.oracle import Session, assert_equal, datum, good, randomise, state
+from tinkex.clock import REAL
 from tinkex.engine.adapters import tensor_files
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.contract import EngineFault, pass_frame
@@ -313,7 +314,7 @@ def test_the_thread_pauses_while_the_engine_computes(
 ) -> None:
     cpu_s, paused = [0.0], []
     monkeypatch.setattr(saver_module, "thread_cpu_s", lambda: cpu_s[0])
-    monkeypatch.setattr(saver_module.REAL, "pause", paused.append)
+    monkeypatch.setattr(REAL, "pause", paused.append)
     saver = Saver()
     saver._names = {str(number) for number in range(saves)}
     saver.is_engine_busy = is_busy
