@@ -10,6 +10,7 @@ service of each runs on this machine, and every round does the same with both, o
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -112,13 +113,14 @@ def side(name: str, source: Path | None, shape: Shape, data: Path) -> Iterator[S
         yield made
 
 
-def report(sides: list[Side], rounds: int) -> str:
+def report(sides: list[Side], rounds: int, other_load: float) -> str:
     lines = [
         "# Saving beside training",
         "",
         f"Written by `python -m benchmarks.saving` on {surroundings()}.",
         f"SmolLM2-135M, rank {RANK} with optimizer state, {rounds} rounds, a service of each checkout, in turn. Median "
-        "(worst) in ms. Steps beside a save are what is added to the median without it.",
+        "(worst) in ms. Steps beside a save are what is added to the median without it. The machine's load before: "
+        f"{other_load:.1f}.",
         "",
         "| | " + " | ".join(each.name for each in sides) + " |",
         "|---|" + "---|" * len(sides),
@@ -140,7 +142,7 @@ def main() -> int:
     chosen = options.parse_args()
     sources: dict[str, Path | None] = {} if chosen.before is None else {"before": chosen.before / "src"}
     sources["now"] = None
-    shape = Shape.of(MODEL)
+    shape, other_load = Shape.of(MODEL), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         sides = [
             stack.enter_context(side(name, source, shape, Path(folder) / name)) for name, source in sources.items()
@@ -149,7 +151,7 @@ def main() -> int:
             print(f"round {number + 1} of {chosen.rounds}", file=sys.stderr, flush=True)
             for each in sides:
                 each.round()
-        text = report(sides, chosen.rounds)
+        text = report(sides, chosen.rounds, other_load)
     print(text)
     if not chosen.print:
         (RESULTS / "saving.md").write_text(text, encoding="utf-8")

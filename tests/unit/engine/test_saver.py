@@ -279,6 +279,23 @@ def test_a_save_of_an_unknown_adapter_fails_at_once(tiny: Model, tmp_path: Path)
     assert not session.trainer.saver.names
 
 
+def test_a_thread_that_cannot_start_fails_the_save_and_the_next_one_has_another_try(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(tiny)
+    trained(session)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            session.send(a_save("a", tmp_path / "saved"))
+    session.send_all([a_save("a", tmp_path / "saved"), a_step("a")])
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
 # ── The loop
 
 

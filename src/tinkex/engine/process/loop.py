@@ -1,4 +1,5 @@
-"""The loop of the engine's process: takes commands, gives turns, sends replies. All of it on one thread.
+"""The loop of the engine's process: takes commands, gives turns, sends replies. All of it on one thread, but for saves:
+`training.saver` writes adapters beside it.
 
 An engine that wakes from idle waits briefly for company: if it has several adapters and a pass arrives, or a sample,
 it looks for a moment whether more arrive, so that requests which were sent together run together. A moment is a tenth

@@ -51,11 +51,12 @@ class Saver:
 
     def start(self, number: int, name: str, save: Callable[[Pace], Frame]) -> None:
         """Have the thread call `save`. The adapter of that name is busy until `take_done` has returned the reply."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, daemon=True, name="saver")
+            thread.start()  # first: if it raises, nothing waits for the thread
+            self._thread = thread
         self._names.add(name)
         self._waiting.put((number, name, save))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="saver")
-            self._thread.start()
 
     def take_done(self) -> list[Saved]:
         """Return the replies of the saves that have ended."""

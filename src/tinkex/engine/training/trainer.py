@@ -2,7 +2,7 @@
 
 Commands of one adapter run in the order of their arrival. Passes of different adapters on one base model share
 micro-batches (`micro_batches`), and optimizer steps with the same settings share a kernel call. Short commands run
-between micro-batches.
+between micro-batches. Adapters are written on a thread of its own (`saver`), and only their own commands wait for that.
 
 A command either succeeds or leaves its adapter as it was: weights, moments and pending gradient, bit for bit.
 """
