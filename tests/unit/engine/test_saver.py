@@ -32,6 +32,7 @@ from tinkex.engine.training import saver as saver_module
 from tinkex.engine.training.saver import REST, Saver
 
 WITHIN_S = 60.0
+MOST_TURNS = 10_000
 DATA = [datum(range(n), target_tokens=range(1, n + 1)) for n in (5, 17)]
 
 
@@ -57,9 +58,11 @@ def trained(session: Session, adapter: str = "a") -> Adapter:
 def turns(session: Session) -> dict[int, Frame | Exception]:
     """Give turns as long as there is something to do, as the loop does, and return the replies."""
     replies: dict[int, Frame | Exception] = {}
-    while session.trainer.has_work:
+    for _ in range(MOST_TURNS):
+        if not session.trainer.has_work:
+            return replies
         replies.update(session.trainer.step())
-    return replies
+    raise AssertionError("There is always something to do, and a loop would never sleep.")
 
 
 class Held:
@@ -319,9 +322,13 @@ def test_the_loop_wakes_when_an_adapter_has_been_written(tiny: Model, tmp_path: 
     holding = Held(session.trainer.saver)
     for number, command in enumerate((a_save("a", tmp_path / "saved"), Frame({"op": "ping"}), a_step("a"))):
         inbox.put((number + 1, command))
-    threading.Timer(0.2, holding.release).start()  # the loop waits by then; nothing else will come
+    release = threading.Timer(0.2, holding.release)  # the loop waits by then, and nothing else will come
+    too_late = threading.Timer(WITHIN_S, inbox.put, [(4, Frame({"op": "ping"}))])
+    for timer in (release, too_late):
+        timer.start()
     with pytest.raises(Over):
         loop.serve(inbox)
+    too_late.cancel()
     assert replies == [(2, True), (1, True), (3, True)]
 
 
