@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from tinkex.engine.runner_choice import choose_runner
 from tinkex.engine.training.trainer import Trainer
 from tinkex.types.inputs import Datum, ModelInput
 
+SAVED_WITHIN_S = 60.0
 RUNNER = "auto"
 """Which runner a session's trainer prefers; a module's fixture sets it to run its tests on both."""
 FLAGS = ("train_attn", "train_mlp", "train_unembed")
@@ -34,6 +36,8 @@ class Session:
         self.model = model
         models = dict.fromkeys(model.info.names, model)
         self.trainer = Trainer(models, choose_runner=partial(choose_runner, prefer=RUNNER), token_budget=token_budget)
+        self.saved = threading.Event()
+        self.trainer.saver.on_done = self.saved.set
 
     def send(self, command: Frame) -> Frame:
         """Run one command to its end; what it raises is raised."""
@@ -43,10 +47,18 @@ class Session:
         """Several at once, as a server's tenants send them."""
         for number, command in enumerate(commands):
             self.trainer.add(number, decode(command.encode()))
-        replies: dict[int, Frame | Exception] = {}
-        while self.trainer.has_work:
-            replies.update(self.trainer.step())
+        replies = self.finish()
         return [decode(good(replies[number]).encode()) for number in range(len(commands))]
+
+    def finish(self) -> dict[int, Frame | Exception]:
+        """Give turns until nothing is queued and nothing is being written. Returns all replies."""
+        replies: dict[int, Frame | Exception] = {}
+        while self.trainer.has_work or self.trainer.saver.names:
+            if not self.trainer.has_work:
+                assert self.saved.wait(SAVED_WITHIN_S)
+            self.saved.clear()
+            replies.update(self.trainer.step())
+        return replies
 
     def run(self, op: str, adapter: str = "a", **fields: Any) -> Frame:
         return self.send(Frame({"op": op, "adapter": adapter, **fields}))

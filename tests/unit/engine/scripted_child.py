@@ -23,6 +23,7 @@ from tinkex.engine.contract import EngineFault, Sampled, SampleEvent, SampleSpec
 from tinkex.engine.frames import Frame
 from tinkex.engine.process import main
 from tinkex.engine.process.loop import Loop, Send
+from tinkex.engine.training.saver import Saver
 
 
 class Trainer:
@@ -30,6 +31,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, Generator[None, None, Frame]]] = deque()
+        self.saver = Saver()
 
     passes = 0
 

@@ -10,7 +10,6 @@ A folder is written under another name, flushed to the disk and renamed, so that
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import math
@@ -24,11 +23,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tinkex.engine.adapters.adapter import Adapter
 from tinkex.engine.adapters.lora import LoraWeights, Role, Site
+from tinkex.engine.adapters.tensor_files import FileSum, no_pause, sum_of, write_tensors
 from tinkex.engine.contract import LORA_ALPHA, EngineFault, LoraSpec
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.models.registry import adapter_base
@@ -50,27 +50,26 @@ _NAMES_BYTES = 300
 """For the names and shapes of a site's two tensors, in the header of a safetensors file."""
 
 
-def save(adapter: Adapter, folder: Path, *, with_optimizer: bool) -> dict[str, dict[str, Any]]:
-    """Write a PEFT folder. Returns each file's size and checksum."""
+def save(
+    adapter: Adapter, folder: Path, *, with_optimizer: bool, pace: Callable[[], None] = no_pause
+) -> dict[str, FileSum]:
+    """Write a PEFT folder. Returns each file's size and checksum. The adapter must not change meanwhile."""
+    files: dict[str, FileSum] = {}
     with _atomic_folder(folder) as staging:
         tensors = {}
         for site in adapter.sites:
             for letter, tensor in zip("AB", adapter.lora.pairs[site.name], strict=True):
-                tensors[f"{_PREFIX}{site.name}.lora_{letter}.weight"] = tensor.detach().cpu()
-        save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+                tensors[f"{_PREFIX}{site.name}.lora_{letter}.weight"] = tensor
+        files[WEIGHTS] = write_tensors(staging / WEIGHTS, tensors, metadata={"format": "pt"}, pace=pace)
         if with_optimizer:
-            moments = {"exp_avg": adapter.exp_avg_P.cpu(), "exp_avg_sq": adapter.exp_avg_sq_P.cpu()}
-            save_file({**moments, "step": torch.tensor(adapter.step)}, staging / MOMENTS)
-        _write_json(staging / CONFIG, _peft_config(adapter))
-        _write_json(staging / RUN_CONFIG, _run_config(adapter))
-        files = {}
-        for path in sorted(staging.iterdir()):
-            with path.open("rb") as file:
-                files[path.name] = {
-                    "size_bytes": path.stat().st_size,
-                    "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-                }
-    return files
+            moments = {"exp_avg": adapter.exp_avg_P, "exp_avg_sq": adapter.exp_avg_sq_P}
+            files[MOMENTS] = write_tensors(
+                staging / MOMENTS, {**moments, "step": torch.tensor(adapter.step)}, pace=pace
+            )
+        for name, content in ((CONFIG, _peft_config(adapter)), (RUN_CONFIG, _run_config(adapter))):
+            _write_json(staging / name, content)
+            files[name] = sum_of(staging / name)
+    return dict(sorted(files.items()))
 
 
 def expected_bytes(adapter: Adapter, *, with_optimizer: bool) -> int:
@@ -154,11 +153,11 @@ def read_weights(folder: Path | str, model: Model, *, is_upload: bool = False) -
     return LoraWeights(LoraSpec(rank=rank, seed=int(run_config.get("seed", 0)), **flags), pairs)
 
 
-def snapshot(adapter: Adapter, folder: Path) -> int:
-    """Write the complete state of an adapter. Returns its size in bytes."""
+def snapshot(adapter: Adapter, folder: Path, *, pace: Callable[[], None] = no_pause) -> int:
+    """Write the complete state of an adapter, which must not change meanwhile. Returns its size in bytes."""
     with _atomic_folder(folder) as staging:
         tensors = adapter.state | ({"gradient": adapter.gradient_P} if adapter.has_gradient else {})
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, staging / STATE)
+        write_tensors(staging / STATE, tensors, pace=pace, is_hashed=False)
         sites = [list(site) for site in adapter.sites]
         _write_json(staging / STATE_INFO, {**_run_config(adapter), "step": adapter.step, "sites": sites})
         return sum(path.stat().st_size for path in staging.iterdir())

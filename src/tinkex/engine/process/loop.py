@@ -1,4 +1,5 @@
-"""The loop of the engine's process: takes commands, gives turns, sends replies. All of it on one thread.
+"""The loop of the engine's process: takes commands, gives turns, sends replies. All of it on one thread, but for saves:
+`training.saver` writes adapters beside it.
 
 An engine that wakes from idle waits briefly for company: if it has several adapters and a pass arrives, or a sample,
 it looks for a moment whether more arrive, so that requests which were sent together run together. A moment is a tenth
@@ -47,6 +48,8 @@ _READ_PER_S = {"cpu": 20e9}
 
 Packet = tuple[int, Frame]
 """A request's number and its command, with the tenant in its head."""
+_SAVED: Packet = (0, Frame({}))
+"""Wakes the loop: an adapter has been written."""
 Inbox = queue.Queue[Packet]
 """Not a SimpleQueue: in CPython its `get` may take a short timeout that has just run out for none, and block until the
 next packet comes. A sample then waited for the command after it, for minutes (`docs/LOG.md`)."""
@@ -81,14 +84,19 @@ class Loop:
 
     def serve(self, inbox: Inbox) -> None:
         """Work for ever: the thread that reads the pipe ends the process."""
+        saver = self._trainer.saver
+        saver.on_done = lambda: inbox.put(_SAVED)
         while True:
             turn = self._turns.choose(can_train=self._trainer.has_work, can_decode=self._sampler.has_work)
             if turn is not None:
                 began = REAL.now()
+                saver.is_engine_busy = True
                 self._train() if turn is EngineTurn.TRAIN else self._decode()
                 self._turns.charge(turn, REAL.now() - began)
             self._report_stats()
-            self._take(inbox, wait=not self._trainer.has_work and not self._sampler.has_work)
+            has_work = self._trainer.has_work or self._sampler.has_work
+            saver.is_engine_busy = has_work
+            self._take(inbox, wait=not has_work)
 
     def _take(self, inbox: Inbox, wait: bool) -> None:
         """Take all packets that have arrived; with `wait`, block for the first one until statistics are due."""
@@ -120,6 +128,8 @@ class Loop:
         number, frame = packet
         op = frame.head.get("op")
         self._has_news = True
+        if packet is _SAVED:
+            return
         if op == "sample":
             try:
                 self._sampler.add(number, read_sample(frame))

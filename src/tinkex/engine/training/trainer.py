@@ -2,7 +2,7 @@
 
 Commands of one adapter run in the order of their arrival. Passes of different adapters on one base model share
 micro-batches (`micro_batches`), and optimizer steps with the same settings share a kernel call. Short commands run
-between micro-batches.
+between micro-batches. Adapters are written on a thread of its own (`saver`), and only their own commands wait for that.
 
 A command either succeeds or leaves its adapter as it was: weights, moments and pending gradient, bit for bit.
 """
@@ -26,8 +26,10 @@ from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training import datum_tensors
 from tinkex.engine.training.micro_batches import Pass, next_micro_batch
 from tinkex.engine.training.runner import Runner
+from tinkex.engine.training.saver import Pace, Saver
 
 PASSES = ("forward", "forward_backward")
+SAVES = ("save", "snapshot")
 
 Reply = tuple[int, Frame | Exception]
 """A command's number, and its reply or the error that it raised."""
@@ -46,6 +48,7 @@ class Trainer:
         self._token_budget = token_budget
         self._runners = {model: choose_runner(model) for model in dict.fromkeys(models.values())}
         self.adapters: dict[str, Adapter] = {}
+        self.saver = Saver()
         self._queue: deque[tuple[int, Frame]] = deque()
         self._passes: list[Pass] = []
         """Passes in progress, the one that has waited longest first."""
@@ -58,7 +61,10 @@ class Trainer:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._passes)
+        """Whether `step` has something to do: not while all that is queued waits for an adapter to be written."""
+        if self._passes or self.saver.has_done:
+            return True
+        return any(str(command.head.get("adapter")) not in self.saver.names for _, command in self._queue)
 
     @property
     def passes(self) -> int:
@@ -71,6 +77,9 @@ class Trainer:
 
     def step(self) -> list[Reply]:
         """Take one turn: run the short commands, or a part of a micro-batch. Returns the replies that are ready."""
+        return self.saver.take_done() + self._take_turn()
+
+    def _take_turn(self) -> list[Reply]:
         if self._running is None:
             replies = self._start_commands()
             if self._passes:
@@ -94,9 +103,9 @@ class Trainer:
     # Short commands
 
     def _start_commands(self) -> list[Reply]:
-        """Run short commands and begin passes, except those whose adapter is in a pass."""
+        """Run short commands and begin passes, except those whose adapter is in a pass or is being written."""
         replies: list[Reply] = []
-        busy = {pass_.adapter_name for pass_ in self._passes}
+        busy = {pass_.adapter_name for pass_ in self._passes} | self.saver.names
         delayed: deque[tuple[int, Frame]] = deque()
         steps: dict[str, WaitingStep] = {}
         """Optimizer steps that may still be joined by others: they run before the next command of their adapter."""
@@ -113,6 +122,9 @@ class Trainer:
                     steps[name] = WaitingStep(number, self._adapter(name), optimizer.AdamW.read(command.head))
                 elif command.head.get("op") in PASSES:
                     self._passes.append(self._start_pass(number, command))
+                    busy.add(name)
+                elif command.head.get("op") in SAVES:
+                    self._start_save(number, name, command.head)
                     busy.add(name)
                 else:
                     replies.append((number, self._run_short_command(command)))
@@ -132,13 +144,6 @@ class Trainer:
             case "drop":
                 self.adapters.pop(name, None)
                 heap.trim()
-            case "snapshot":
-                return Frame({"size_bytes": checkpoint.snapshot(self._adapter(name), Path(head["folder"]))})
-            case "save":
-                files = checkpoint.save(
-                    self._adapter(name), Path(head["folder"]), with_optimizer=bool(head["with_optimizer"])
-                )
-                return Frame({"files": files, "size_bytes": sum(entry["size_bytes"] for entry in files.values())})
             case "size":
                 size = checkpoint.expected_bytes(self._adapter(name), with_optimizer=bool(head["with_optimizer"]))
                 return Frame({"size_bytes": size})
@@ -152,6 +157,19 @@ class Trainer:
             case op:
                 raise EngineFault(f"The engine knows no operation {op!r}.", "server")
         return Frame({})
+
+    def _start_save(self, number: int, name: str, head: Mapping[str, Any]) -> None:
+        """Have an adapter written as it is now. Its next command waits for that."""
+        adapter, folder = self._adapter(name), Path(head["folder"])
+        with_optimizer = bool(head.get("with_optimizer"))
+
+        def save(pace: Pace) -> Frame:
+            if head["op"] == "snapshot":
+                return Frame({"size_bytes": checkpoint.snapshot(adapter, folder, pace=pace)})
+            files = checkpoint.save(adapter, folder, with_optimizer=with_optimizer, pace=pace)
+            return Frame({"files": files, "size_bytes": sum(entry["size_bytes"] for entry in files.values())})
+
+        self.saver.start(number, name, save)
 
     def _base_model(self, name: str) -> Model:
         if name not in self._models:
