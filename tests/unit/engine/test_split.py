@@ -180,9 +180,14 @@ def test_in_bfloat16_what_the_adapter_changes_is_compared() -> None:
     base = plus(BASE, NOISE)
     assert proofs.mismatch(proof, plus(TRAINED, NOISE, 0.8), base, is_exact=False) == ""
     assert "differ by 0.2" in proofs.mismatch(proof, plus(TRAINED, NOISE), base, is_exact=True)
-    assert "by another amount" in proofs.mismatch(proof, base, base, is_exact=False)  # it serves the base model
+    assert "those of the base model" in proofs.mismatch(proof, base, base, is_exact=False)
+    nearly_base = plus(BASE, NOISE, 1.001)  # in other company
+    assert "by another amount" in proofs.mismatch(proof, nearly_base, base, is_exact=False)
     half = plus(base, tuple(own - before for own, before in zip(TRAINED, BASE, strict=True)), 0.4)  # type: ignore[arg-type]
     assert proofs.mismatch(proof, half, base, is_exact=False)
     assert proofs.mismatch(proof, [math.nan] * 4, base, is_exact=False)
+    weak = Proof(tokens=(1, 2, 3, 4, 5), logprobs=tuple(plus(BASE, NOISE, 0.5)), base_logprobs=BASE)
+    assert proofs.mismatch(weak, nearly_base, base, is_exact=False) == ""  # too little to tell
+    assert proofs.mismatch(weak, base, base, is_exact=False)
     untrained = Proof(tokens=(1, 2, 3, 4, 5), logprobs=BASE, base_logprobs=BASE)
     assert proofs.mismatch(untrained, base, base, is_exact=False) == ""
