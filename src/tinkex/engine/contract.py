@@ -9,7 +9,7 @@ A command is a `Frame` whose head has an `op`:
     forward           adapter loss_fn config data + buffers                              → metrics, outputs + buffers
     forward_backward  the same; adds to the adapter's gradient                           → metrics, outputs + buffers
     optim_step        adapter learning_rate beta1 beta2 eps weight_decay grad_clip_norm  → metrics
-    save              adapter folder with_optimizer                                      → files, size_bytes
+    save              adapter base folder with_optimizer proof?                          → files, size_bytes
     load              adapter folder with_optimizer   replaces weights, clears gradient  → {}
     sample            base weights(folder or null) … see `SampleSpec`                    → events, then the result
     cancel            number                    a sample whose result is not wanted      (no reply)
@@ -82,6 +82,17 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The log-probabilities of some tokens with certain weights, as the engine that trained them computes them."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of every token after the first."""
+    base_logprobs: tuple[float, ...] = ()
+    """The same of the base model, if they were computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
     """One sampling request for the engine. Its frame's head has these fields; the prompt travels as a buffer."""
 
@@ -114,6 +125,8 @@ class SampleSpec:
     targets: tuple[tuple[int, ...], ...] | None = None
     """For every prompt position after the first: tokens whose log-probability to return (rows may differ in length)."""
     is_streamed: bool = False
+    proof: Proof | None = None
+    """What another engine must see in the weights before it serves them (`proofs`), where their folder does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +231,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _OUT_OF_MEMORY_SIGNS)
+
+
+class ProofMissing(EngineFault):
+    """The weights' folder has no proof, and the sample brought none."""
 
 
 class EngineUnusable(EngineFault):
@@ -347,7 +364,8 @@ def read_outputs(reply: Frame) -> list[dict[str, TensorData]]:
 def sample_frame(spec: SampleSpec) -> Frame:
     """Make the frame of a sample. The tenant is not in it: it travels in the packet's header."""
     head = {entry.name: getattr(spec, entry.name) for entry in fields(spec) if entry.name not in _NOT_IN_HEAD}
-    return Frame({"op": "sample", **head}, [pack_tokens(spec.prompt)])
+    proof = None if spec.proof is None else [spec.proof.tokens, spec.proof.logprobs, spec.proof.base_logprobs]
+    return Frame({"op": "sample", **head, "proof": proof}, [pack_tokens(spec.prompt)])
 
 
 def read_sample(frame: Frame) -> SampleSpec:
@@ -356,6 +374,9 @@ def read_sample(frame: Frame) -> SampleSpec:
         values[name] = tuple(values.get(name, ()))
     if values.get("targets") is not None:
         values["targets"] = tuple(tuple(row) for row in values["targets"])
+    if values.get("proof") is not None:
+        tokens, logprobs, base = map(tuple, values["proof"])
+        values["proof"] = Proof(tokens=tokens, logprobs=logprobs, base_logprobs=base)
     return SampleSpec(prompt=tuple(unpack("i", frame.buffers[0])), **values)
 
 

@@ -28,6 +28,7 @@ from tinkex.engine.contract import (
     EngineUnusable,
     ModelInfo,
     OutOfMemory,
+    ProofMissing,
     SampleEvent,
     SampleSpec,
     read_event,
@@ -77,9 +78,11 @@ class LocalEngine:
         adapters_bytes: int = 1 << 30,
         decode_weights: str = "float32",
         program: Sequence[str] = PROGRAM,
+        options: Mapping[str, Any] | None = None,
         clock: Clock = REAL,
     ) -> None:
-        """`program`: what is run as the child. It does as `engine.process.main` says."""
+        """`program`: what is run as the child. It does as `engine.process.main` says. `options`: what else it is told
+        at its start."""
         self._start_frame = Frame(
             {
                 "op": "start",
@@ -92,6 +95,7 @@ class LocalEngine:
                 "max_cache_tokens": max_cache_tokens,
                 "adapters_bytes": adapters_bytes,
                 "decode_weights": decode_weights,
+                **(options or {}),
             }
         )
         self._program = tuple(program)
@@ -446,5 +450,5 @@ def _checked(reply: _Reply) -> Frame:
     if head.pop("ok", True):
         head.pop("event", None)
         return reply
-    kind = OutOfMemory if head.get("is_out_of_memory") else EngineFault
+    kind = OutOfMemory if head.get("is_out_of_memory") else ProofMissing if head.get("needs_proof") else EngineFault
     raise kind(head["error"], head["category"])

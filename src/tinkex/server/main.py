@@ -76,6 +76,8 @@ DATABASE_WITHIN_S = 30.0
 DATABASE_AGAIN_S = 2.0
 MAX_SAMPLED_ADAPTERS = 1 << 30
 """Bytes of adapters that are kept for sampling beside those in training."""
+SAMPLED_ADAPTERS = "sampled-adapters"
+"""In the data folder: links to the files of adapters that vLLM has loaded."""
 Progress = Callable[[str, int, int], None]
 OnReady = Callable[[bool, str], None]
 """Is told whether clients need a key, and the address."""
@@ -221,6 +223,31 @@ def engine_for(config: ServeConfig, models: list[ModelInfo]) -> LocalEngine:
     )
 
 
+def _with_samplers(config: ServeConfig, models: list[ModelInfo], trainer: LocalEngine) -> Engine:
+    """Return the engine, or one that samples with vLLM, or writes proofs for one that does."""
+    if config.sampler == "own" and not config.proofs:
+        return trainer
+    from tinkex.engine.split import SplitEngine
+    from tinkex.engine.vllm.launch import vllm_engine
+
+    samplers = {
+        model.name: vllm_engine(
+            model,
+            python=None if config.vllm_python is None else str(config.vllm_python),
+            links=config.data_dir / SAMPLED_ADAPTERS,
+            max_rank=config.vllm_max_rank,
+            slots=config.vllm_slots,
+            cache_gb=config.vllm_cache_gb,
+            device=config.device,
+            dtype=config.dtype,
+            threads=config.threads,
+            max_rows=config.max_rows,
+        )
+        for model in (models if config.sampler == "vllm" else ())
+    }
+    return SplitEngine(models, trainer, samplers)
+
+
 async def _run(
     config: ServeConfig,
     models: list[ModelInfo],
@@ -229,7 +256,7 @@ async def _run(
     sock: socket.socket,
     on_ready: Callable[[str], None] | None,
 ) -> None:
-    engine = _engine_of_front() if config.no_engine else engine_for(config, models)
+    engine = _engine_of_front() if config.no_engine else _with_samplers(config, models, engine_for(config, models))
     starting = asyncio.create_task(engine.start())
     service = build(config, models, store, engine)
     member = _member_of(service)

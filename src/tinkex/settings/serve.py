@@ -62,6 +62,12 @@ class ServeConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     decode_weights: Literal["float32", "bfloat16", "int8"] = "float32"
     threads: int = 0
+    sampler: Literal["own", "vllm"] = "own"
+    vllm_python: Path | None = None
+    vllm_max_rank: int = 64
+    vllm_slots: int = 8
+    vllm_cache_gb: float = 2.0
+    proofs: bool = False
     blobs: str | None = None
     blobs_cache_gb: float = 20.0
     durability: Literal["normal", "full"] = "normal"
@@ -328,6 +334,18 @@ SERVE = (
         "service says by how much. Training and prompts keep the model's own.", "KIND",
     ),
     Setting("threads", count(0, 1024), "Threads for the maths; 0: one per core.", "N"),
+    Setting("sampler", one_of("own", "vllm"), "What samples: `own`, the engine that trains, or `vllm` beside it, a "
+            "process for each base model. Needs `tinkex[vllm]`.", "KIND"),
+    Setting("vllm_python", optional(_path), "The Python that has vLLM, if that is not the one that runs the service.",
+            "FILE"),
+    Setting("vllm_max_rank", count(1, 512), "The largest rank of an adapter that vLLM samples. Its memory grows with "
+            "it.", "N"),
+    Setting("vllm_slots", count(1, 1024), "Adapters that vLLM samples at the same time; requests of others wait.",
+            "N"),
+    Setting("vllm_cache_gb", number("gigabytes", 0.1), "Gigabytes for the keys and values of the sequences that vLLM "
+            "samples.", "GB"),
+    Setting("proofs", yes_or_no, "Save with all weights what a vLLM sampler compares before it serves them. On with "
+            "`--sampler vllm`; for nodes that train while others sample.", "BOOL", is_switch=True),
     Setting(
         "blobs", optional(_bucket),
         "`s3://BUCKET/PREFIX`: where checkpoints, snapshots and large payloads are kept, if not in the data folder. "

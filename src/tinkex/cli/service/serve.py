@@ -16,6 +16,7 @@ from tinkex.terminal import output
 
 GROUPS = {
     "models and computation": ("base_models", "device", "dtype", "decode_weights", "threads", "cache_dir"),
+    "sampling with vLLM": ("sampler", "vllm_python", "vllm_max_rank", "vllm_slots", "vllm_cache_gb", "proofs"),
     "network": ("host", "port", "public_url"),
     "access": ("api_keys", "keys_file"),
     "storage": (

@@ -32,6 +32,7 @@ from tinkex.engine.adapters.tensor_files import FileSum, no_pause, sum_of, write
 from tinkex.engine.contract import LORA_ALPHA, EngineFault, LoraSpec
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.models.registry import adapter_base
+from tinkex.engine.proofs import FILE as PROOF
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -51,9 +52,17 @@ _NAMES_BYTES = 300
 
 
 def save(
-    adapter: Adapter, folder: Path, *, with_optimizer: bool, pace: Callable[[], None] = no_pause
+    adapter: Adapter,
+    folder: Path,
+    *,
+    with_optimizer: bool,
+    proof: Mapping[str, Any] | None = None,
+    pace: Callable[[], None] = no_pause,
 ) -> dict[str, FileSum]:
-    """Write a PEFT folder. Returns each file's size and checksum. The adapter must not change meanwhile."""
+    """Write a PEFT folder. Returns each file's size and checksum. The adapter must not change meanwhile.
+
+    `proof`: what other engines must see in the weights (`engine.proofs`).
+    """
     files: dict[str, FileSum] = {}
     with _atomic_folder(folder) as staging:
         tensors = {}
@@ -66,7 +75,8 @@ def save(
             files[MOMENTS] = write_tensors(
                 staging / MOMENTS, {**moments, "step": torch.tensor(adapter.step)}, pace=pace
             )
-        for name, content in ((CONFIG, _peft_config(adapter)), (RUN_CONFIG, _run_config(adapter))):
+        texts = {CONFIG: _peft_config(adapter), RUN_CONFIG: _run_config(adapter), **({PROOF: proof} if proof else {})}
+        for name, content in texts.items():
             _write_json(staging / name, content)
             files[name] = sum_of(staging / name)
     return dict(sorted(files.items()))

@@ -1,6 +1,6 @@
 """The engine's process: reads commands from a pipe, computes, writes replies.
 
-Others import: nothing.
+Others import: main, loop.
 
 `engine.host` starts `main` by its name, in a process of its own.
 

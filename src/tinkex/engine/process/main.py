@@ -42,13 +42,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def main() -> None:
-    commands, replies = _claim_pipes()
+    commands, replies = claim_pipes()
     die_with_parent()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
     faulthandler.enable()
-    send = _sender(replies)
+    send = make_sender(replies)
     inbox: Inbox = queue.Queue()
-    threading.Thread(target=_read, args=(commands, inbox), daemon=True, name="inbox").start()
+    threading.Thread(target=read_packets, args=(commands, inbox), daemon=True, name="inbox").start()
     # Imports create no garbage: looking for it would take a sixth of the start. What they made is frozen afterwards.
     gc.disable()
     try:
@@ -63,7 +63,7 @@ def main() -> None:
         os._exit(1)
     gc.freeze()
     gc.enable()
-    threading.Thread(target=_beat, args=(send,), daemon=True, name="beat").start()
+    threading.Thread(target=beat, args=(send,), daemon=True, name="beat").start()
     try:
         loop.serve(inbox)
     except Exception:
@@ -71,14 +71,14 @@ def main() -> None:
         os._exit(1)  # an ordinary exit would wait for a lock that the reading thread has
 
 
-def _beat(send: Send) -> None:
+def beat(send: Send) -> None:
     """Show once a second that this process runs, however long a micro-batch takes on the main thread."""
     while True:
         REAL.pause(BEAT_S)
         send(0, Frame({"news": "beat"}))
 
 
-def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
+def claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Take the pipes for packets alone: from here on fd 0 is empty and fd 1 is stderr, for Python and for C."""
     commands, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -88,7 +88,7 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     return commands, replies
 
 
-def _sender(replies: BinaryIO) -> Send:
+def make_sender(replies: BinaryIO) -> Send:
     is_free = threading.Lock()
 
     def send(number: int, frame: Frame) -> None:
@@ -125,7 +125,7 @@ def end_group_with_server(lifeline: int) -> None:
     the server's end. Two kinds of processes live on, and nothing here can reach them: those that left the group
     (setsid), and those of an engine that was killed a moment before its server: the signal is gone with the engine's
     descriptor, and the server was killed before it could kill the group. On systems without such signals (macOS) the
-    group ends when this process reads the end of stdin (`_read`), which needs it to be alive and to run Python code.
+    group ends when this process reads the end of stdin (`read_packets`), which needs it to be alive and to run Python.
     """
     if sys.platform == "linux" and _leads_its_group():
         import fcntl
@@ -145,7 +145,7 @@ def _leads_its_group() -> bool:
     return os.getpgrp() == os.getpid()
 
 
-def _read(stdin: BinaryIO, inbox: Inbox) -> None:
+def read_packets(stdin: BinaryIO, inbox: Inbox) -> None:
     status = 1
     try:
         while (packet := read_packet(stdin)) is not None:

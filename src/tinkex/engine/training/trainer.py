@@ -166,7 +166,7 @@ class Trainer:
         def save(pace: Pace) -> Frame:
             if head["op"] == "snapshot":
                 return Frame({"size_bytes": checkpoint.snapshot(adapter, folder, pace=pace)})
-            files = checkpoint.save(adapter, folder, with_optimizer=with_optimizer, pace=pace)
+            files = checkpoint.save(adapter, folder, with_optimizer=with_optimizer, proof=head.get("proof"), pace=pace)
             return Frame({"files": files, "size_bytes": sum(entry["size_bytes"] for entry in files.values())})
 
         self.saver.start(number, name, save)

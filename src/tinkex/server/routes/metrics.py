@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +11,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from tinkex.engine.contract import EngineState
 from tinkex.server.http.metrics import OTHER_TENANTS
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.service import Service
@@ -63,6 +65,8 @@ class ServiceGauges(Collector):
         yield GaugeMetricFamily("tinkex_operations_queued", "Operations not finished.", float(worker.queued))
         yield GaugeMetricFamily("tinkex_samples_queued", "Sequences waiting to be sampled.", float(sampling.queued))
         yield GaugeMetricFamily("tinkex_samples_running", "Sequences being sampled.", float(sampling.running))
+        if samplers := state.extras.get("samplers"):
+            yield from sampler_metrics(samplers)
         rejected = CounterMetricFamily(
             "tinkex_unauthorised_requests", "Requests that were rejected for their API key.", labels=["reason"]
         )
@@ -79,3 +83,33 @@ class ServiceGauges(Collector):
             by_tenant.add_metric([tenant], waiting)
         by_tenant.add_metric([OTHER_TENANTS], max(others, 0))
         yield by_tenant
+
+
+def sampler_metrics(samplers: Mapping[str, EngineState]) -> Iterator[Metric]:
+    """Yield what is known of engines that only sample, by their base model."""
+    ready = GaugeMetricFamily("tinkex_sampler_ready", "1 if the sampler takes requests.", labels=["base_model"])
+    restarts = CounterMetricFamily(
+        "tinkex_sampler_restarts", "How often the sampler had to be started again.", labels=["base_model"]
+    )
+    adapters = GaugeMetricFamily("tinkex_sampler_adapters", "Adapters that it has loaded.", labels=["base_model"])
+    proofs = CounterMetricFamily(
+        "tinkex_sampler_proofs",
+        "Adapters that showed the log-probabilities of the trainer, and that did not, since its start.",
+        labels=["base_model", "outcome"],
+    )
+    differences = GaugeMetricFamily(
+        "tinkex_sampler_logprob_difference",
+        "The largest difference of a log-probability to the trainer, in the last proof and since its start.",
+        labels=["base_model", "of"],
+    )
+    for name, state in samplers.items():
+        stats = state.extras
+        ready.add_metric([name], float(state.is_ready))
+        restarts.add_metric([name], max(state.generation - 1, 0))
+        adapters.add_metric([name], stats.get("adapters", 0))
+        for outcome in ("passed", "failed"):
+            proofs.add_metric([name, outcome], stats.get(f"proofs_{outcome}", 0))
+        for of, key in (("last", "logprob_difference"), ("largest", "largest_logprob_difference")):
+            value = stats.get(key, 0.0)
+            differences.add_metric([name, of], math.inf if value is None else value)  # JSON has no infinity
+    yield from (ready, restarts, adapters, proofs, differences)

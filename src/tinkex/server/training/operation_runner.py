@@ -112,7 +112,7 @@ class OperationRunner:
         if queue.home is not None:  # a former home that was frozen may still be writing one of this name
             leaf = f"{leaf}.{queue.home.epoch}"
         folder = folders.new(run.id, EPHEMERAL if is_ephemeral else kind, leaf)
-        command = {"op": "save", "adapter": run.id, "folder": str(folders.path(folder))}
+        command = {"op": "save", "adapter": run.id, "base": run.base_model, "folder": str(folders.path(folder))}
         reply = await self._engine.run(Frame({**command, "with_optimizer": kind == "weights"}))
         await keep(self._db, self._store, folder, reply.head["files"])
         self._quotas.note_bytes(run, kind, reply.head["size_bytes"])
