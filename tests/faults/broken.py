@@ -35,10 +35,20 @@ class Protection:
     """Kinds of faults that the protection is for; schedules without one of them are skipped. Empty: any schedule."""
     promises: frozenset[Promise]
     """What the checker should report, one of them at least."""
+    is_of_cluster: bool = False
+    """Whether only several servers need it."""
+    cluster_faults: frozenset[str] = frozenset()
+    """As `faults`, for the schedules of a cluster; empty: they do not show it."""
 
 
 def names() -> list[str]:
-    return list(PROTECTIONS)
+    """Return the protections of a server that is alone."""
+    return [name for name, protection in PROTECTIONS.items() if not protection.is_of_cluster]
+
+
+def names_for_cluster() -> list[str]:
+    """Return the protections that the schedules of a cluster show."""
+    return [name for name, protection in PROTECTIONS.items() if protection.cluster_faults]
 
 
 def take_away(name: str, side: Literal["server", "client"]) -> None:
@@ -277,10 +287,59 @@ def _sweep_at_once() -> None:
     _replace(checkpoint, "save", save_slowly)
 
 
+# ── Several servers
+
+
+def _no_fence() -> None:
+    """Let a node write about a run that is at home elsewhere by now; its snapshots reach the database late."""
+    from tinkex.store.journal import Journal
+
+    set_snapshot = Journal.set_snapshot
+
+    def set_late(self: Any, run_id: str, folder: str, seq_id: int, home: Any = None) -> str | None:
+        threading.Event().wait(LATE_S)
+        return set_snapshot(self, run_id, folder, seq_id, home)
+
+    def unchecked(self: Any, connection: Any, run_id: str, home: Any) -> None: ...
+
+    _replace(Journal, "_check_home", unchecked)
+    _replace(Journal, "set_snapshot", set_late)
+
+
+def _unconditional_renewal() -> None:
+    """Let a node that was given up renew its lease, and go on under its former id.
+
+    The epoch alone would still refuse what it writes: it is the second protection against the same fault. So the fence
+    compares the node only, which is enough as long as a node that was given up takes a new id.
+    """
+    from sqlalchemy import update
+
+    from tinkex.store.cluster.cluster_store import ClusterStore
+    from tinkex.store.errors import HomeLost
+    from tinkex.store.journal import Journal
+    from tinkex.store.lease import NOW
+    from tinkex.store.tables import homes, nodes
+
+    def renew(self: Any, node_id: str, lease_s: float, load: int) -> bool | None:
+        change = update(nodes).where(nodes.c.id == node_id).values(until=NOW + lease_s, load=load)
+        with self._write() as connection:
+            is_draining: bool | None = connection.scalar(change.returning(nodes.c.is_draining))
+        return is_draining
+
+    def check_node(self: Any, connection: Any, run_id: str, home: Any) -> None:
+        is_ours = homes.select().where(homes.c.run_id == run_id, homes.c.node == home.node)
+        if connection.execute(is_ours.with_for_update(read=True)).first() is None:
+            raise HomeLost(run_id)
+
+    _replace(ClusterStore, "renew", renew)
+    _replace(Journal, "_check_home", check_node)
+
+
 _KILLS = frozenset({"kill server", "kill both"})
 _DEATHS = _KILLS | {"kill engine", "restart server"}
 _LOST_RESPONSES = frozenset({"drop after", "cut response", "reset"})
 _REPEATS = frozenset({"repeat at once", "repeat later"})
+_WRONG: frozenset[Promise] = frozenset({"answered", "succeeded", "once and in order", "exact results", "exact weights"})
 
 PROTECTIONS: dict[str, Protection] = {
     "journal-first": Protection(
@@ -289,6 +348,7 @@ PROTECTIONS: dict[str, Protection] = {
         remove=_journal_after_response,
         faults=_KILLS,
         promises=frozenset({"succeeded", "answered", "once and in order"}),
+        cluster_faults=frozenset({"kill node"}),
     ),
     "duplicates": Protection(
         what="recognising a sequence number that came in before",
@@ -345,5 +405,23 @@ PROTECTIONS: dict[str, Protection] = {
         remove=_sweep_at_once,
         faults=frozenset({"jump clock", "expire sessions"}),
         promises=frozenset({"readable", "succeeded"}),
+    ),
+    "fence": Protection(
+        what="refusing what a node writes about a run that is at home elsewhere",
+        side="server",
+        remove=_no_fence,
+        faults=frozenset(),
+        promises=_WRONG,
+        is_of_cluster=True,
+        cluster_faults=frozenset({"freeze node, then lose its heir"}),
+    ),
+    "renewal": Protection(
+        what="renewing a lease only while it holds, and joining under a new id after that",
+        side="server",
+        remove=_unconditional_renewal,
+        faults=frozenset(),
+        promises=_WRONG,
+        is_of_cluster=True,
+        cluster_faults=frozenset({"freeze node, then lose its heir"}),
     ),
 }
