@@ -7,7 +7,7 @@ LOCAL := $(VENV)/.local
 KERNELS := src/tinkex/engine/packed/kernels
 INPUTS := pyproject.toml constraints.txt pins.txt hatch_build.py $(KERNELS)/build.py $(wildcard $(KERNELS)/*.[ch])
 
-.PHONY: help demo prepare prepare-full test test-full coverage check format docs site bench conformance compatibility faults faults-proof fuzz schemathesis bom pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full prepare-cluster test test-full test-cluster cluster-proof coverage check format docs site bench conformance compatibility faults faults-proof fuzz schemathesis bom pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -30,6 +30,9 @@ prepare: $(READY)  ## fetch what the tests need from outside: Chromium, a model,
 prepare-full: $(READY)  ## the same for the long tests: all official clients and tinker-cookbook too
 	@$(BIN)/python -m tests.prepare --full
 
+prepare-cluster: $(READY)  ## fetch what the cluster suite needs: a model, the official clients, tinker-cookbook
+	@$(BIN)/python -m tests.prepare --cluster
+
 test: prepare  ## all tests that fit into a few minutes
 	@# What fails runs once more, alone: a neighbour on a shared machine makes a test late once, a defect makes it fail again.
 	@# The first failure stays in the output. Only after exit code 1, tests failed: after a crash the list of failures is an old one.
@@ -42,6 +45,12 @@ test: prepare  ## all tests that fit into a few minutes
 
 test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
+
+test-cluster: prepare-cluster  ## the cluster suite: SEEDS=200 schedules in which anything breaks, clients, proofs (an hour)
+	TINKEX_CLUSTER_SEEDS=$(or $(SEEDS),200) $(BIN)/python -m pytest tests/cluster -p no:cacheprovider
+
+cluster-proof: prepare-cluster  ## take the cluster's protections away in turn; the same checker must notice
+	$(BIN)/python -m tests.cluster --without all --seeds 100 --jobs $(or $(JOBS),2)
 
 faults: prepare  ## break a real service in seeded ways and check what it promises: SEEDS=100 FIRST=0 JOBS=4
 	$(BIN)/python -m tests.faults --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) --jobs $(or $(JOBS),4)
