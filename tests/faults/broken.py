@@ -306,19 +306,18 @@ def _no_fence() -> None:
     _replace(Journal, "set_snapshot", set_late)
 
 
-def _unconditional_renewal() -> None:
-    """Let a node that was given up renew its lease, and go on under its former id.
+def _no_fence_and_no_end_of_leases() -> None:
+    """Let a node that was given up renew its lease and go on as before, beside the one that has its runs.
 
-    The epoch alone would still refuse what it writes: it is the second protection against the same fault. So the fence
-    compares the node only, which is enough as long as a node that was given up takes a new id.
+    Fence and conditional renewal protect against the same fault, and each alone is enough for most of it: without
+    the renewal the epoch in the fence refuses what the node writes, and without the fence it finds that it was given
+    up, and forgets its runs.
     """
     from sqlalchemy import update
 
     from tinkex.store.cluster.cluster_store import ClusterStore
-    from tinkex.store.errors import HomeLost
-    from tinkex.store.journal import Journal
     from tinkex.store.lease import NOW
-    from tinkex.store.tables import homes, nodes
+    from tinkex.store.tables import nodes
 
     def renew(self: Any, node_id: str, lease_s: float, load: int) -> bool | None:
         change = update(nodes).where(nodes.c.id == node_id).values(until=NOW + lease_s, load=load)
@@ -326,13 +325,8 @@ def _unconditional_renewal() -> None:
             is_draining: bool | None = connection.scalar(change.returning(nodes.c.is_draining))
         return is_draining
 
-    def check_node(self: Any, connection: Any, run_id: str, home: Any) -> None:
-        is_ours = homes.select().where(homes.c.run_id == run_id, homes.c.node == home.node)
-        if connection.execute(is_ours.with_for_update(read=True)).first() is None:
-            raise HomeLost(run_id)
-
+    _no_fence()
     _replace(ClusterStore, "renew", renew)
-    _replace(Journal, "_check_home", check_node)
 
 
 _KILLS = frozenset({"kill server", "kill both"})
@@ -415,10 +409,10 @@ PROTECTIONS: dict[str, Protection] = {
         is_of_cluster=True,
         cluster_faults=frozenset({"freeze node, then lose its heir"}),
     ),
-    "renewal": Protection(
-        what="renewing a lease only while it holds, and joining under a new id after that",
+    "fence-and-renewal": Protection(
+        what="refusing what a node writes that was given up, and telling it so when it renews its lease",
         side="server",
-        remove=_unconditional_renewal,
+        remove=_no_fence_and_no_end_of_leases,
         faults=frozenset(),
         promises=_WRONG,
         is_of_cluster=True,
