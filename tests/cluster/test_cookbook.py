@@ -73,7 +73,10 @@ def test_a_cookbook_run_through_slow_links_a_partition_and_a_wrong_clock_ends_wi
         is_over.set()
         breaker.join(60)
         slow.heal()
-    assert losses(run) == expected
+    found = losses(run)
+    assert found["train_mean_nll"] == expected["train_mean_nll"]
+    # Scored by a sampler: its rounding depends on which prompts it meets at the same moment.
+    assert found["test/nll"] == pytest.approx(expected["test/nll"], rel=1e-5)
     assert struck, "the run ended before the partition"
 
 

@@ -148,4 +148,4 @@ def _compute_passes_alone() -> None:
         return micro_batches.next_micro_batch(passes[:1], token_budget, runner)
 
     assert hasattr(trainer, "next_micro_batch"), "the trainer chooses in another way: tests/faults/hooks.py patches it"
-    trainer.next_micro_batch = choose  # type: ignore[attr-defined]
+    trainer.next_micro_batch = choose
