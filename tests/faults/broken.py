@@ -400,15 +400,6 @@ PROTECTIONS: dict[str, Protection] = {
         faults=frozenset({"jump clock", "expire sessions"}),
         promises=frozenset({"readable", "succeeded"}),
     ),
-    "fence": Protection(
-        what="refusing what a node writes about a run that is at home elsewhere",
-        side="server",
-        remove=_no_fence,
-        faults=frozenset(),
-        promises=_WRONG,
-        is_of_cluster=True,
-        cluster_faults=frozenset({"freeze node, then lose its heir"}),
-    ),
     "fence-and-renewal": Protection(
         what="refusing what a node writes that was given up, and telling it so when it renews its lease",
         side="server",
