@@ -16,9 +16,9 @@ def resumptions(history: History) -> list[Resumption]:
     rows = []
     tenants = {call.tenant for call in history.calls}
     faults = sorted((fault for fault in history.faults if fault.what in BY_NAME), key=lambda fault: fault.began_s)
-    usual_s = (
-        max((_longest_s(history, tenant, 0.0, faults[0].began_s) for tenant in tenants), default=0.0) if faults else 0.0
-    )
+    began_s = min((call.began_s for call in history.calls), default=0.0)
+    until_s = faults[0].began_s if faults else began_s
+    usual_s = max((_longest_s(history, tenant, began_s, until_s) for tenant in tenants), default=0.0)
     for number, fault in enumerate(faults):
         until_s = faults[number + 1].began_s if number + 1 < len(faults) else float("inf")
         waits = [_wait_s(history, tenant, fault, until_s) for tenant in tenants]
