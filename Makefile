@@ -7,7 +7,7 @@ LOCAL := $(VENV)/.local
 KERNELS := src/tinkex/engine/packed/kernels
 INPUTS := pyproject.toml constraints.txt pins.txt hatch_build.py $(KERNELS)/build.py $(wildcard $(KERNELS)/*.[ch])
 
-.PHONY: help demo prepare prepare-full prepare-cluster test test-full test-cluster coverage check format docs site bench conformance compatibility faults faults-proof fuzz schemathesis bom pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full prepare-cluster test test-full test-cluster cluster-proof coverage check format docs site bench conformance compatibility faults faults-proof fuzz schemathesis bom pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -43,11 +43,17 @@ test: prepare  ## all tests that fit into a few minutes
 test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
 
-prepare-cluster: prepare-full  ## the same for the cluster suite: vLLM too (3.4 GB)
+
+prepare-cluster: $(READY)  ## fetch what the cluster suite needs: a model, all clients, tinker-cookbook, Ray, vLLM (3.4 GB)
+	@$(BIN)/python -m tests.prepare --cluster
+	@$(BIN)/python -m tests.tools ray
 	@$(BIN)/python -m tests.tools vllm
 
-test-cluster: prepare-cluster  ## several servers, and vLLM as a sampler, in minutes to hours
-	$(BIN)/python -m pytest tests/cluster
+test-cluster: prepare-cluster  ## the cluster suite: SEEDS=200 schedules in which anything breaks, Ray, vLLM, gangs, proofs (hours)
+	TINKEX_CLUSTER_SEEDS=$(or $(SEEDS),200) $(BIN)/python -m pytest tests/cluster -p no:cacheprovider
+
+cluster-proof: prepare-cluster  ## take the cluster's protections away in turn; the same checker must notice
+	$(BIN)/python -m tests.cluster --without all --seeds 100 --jobs $(or $(JOBS),2)
 
 faults: prepare  ## break a real service in seeded ways and check what it promises: SEEDS=100 FIRST=0 JOBS=4
 	$(BIN)/python -m tests.faults --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) --jobs $(or $(JOBS),4)

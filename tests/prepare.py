@@ -2,6 +2,7 @@
 
     python -m tests.prepare           # what `make test` needs
     python -m tests.prepare --full    # what `make test-full` needs
+    python -m tests.prepare --cluster # what `make test-cluster` needs
     python -m tests.prepare browser   # the browser alone
 
 Pytest itself installs nothing and asks no package index: `tests/conftest.py` points pip at `.cache/wheels`.
@@ -35,6 +36,9 @@ APT_S = 420
 def main(words: list[str]) -> int:
     if words == ["browser"]:
         return browser()
+    if words == ["--cluster"]:
+        cluster()
+        return 0
     if words not in ([], ["--full"]):
         print(__doc__, file=sys.stderr)
         return 2
@@ -118,6 +122,15 @@ def model() -> ModelInfo:
 
     with mock.patch.object(hub, "find_cached", lambda name: None), mock.patch.object(hub, "download", unreachable):
         return registry.resolve("smollm2-135m", CACHE)
+
+
+# ── The cluster suite
+
+
+def cluster() -> None:
+    """Fetch what the cluster suite needs: a model, the official clients that it drives, tinker-cookbook."""
+    model()
+    official_clients(is_full=True)
 
 
 # ── Official clients

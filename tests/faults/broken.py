@@ -35,10 +35,20 @@ class Protection:
     """Kinds of faults that the protection is for; schedules without one of them are skipped. Empty: any schedule."""
     promises: frozenset[Promise]
     """What the checker should report, one of them at least."""
+    is_of_cluster: bool = False
+    """Whether only several servers need it."""
+    cluster_faults: frozenset[str] = frozenset()
+    """As `faults`, for the schedules of a cluster; empty: they do not show it."""
 
 
 def names() -> list[str]:
-    return list(PROTECTIONS)
+    """Return the protections of a server that is alone."""
+    return [name for name, protection in PROTECTIONS.items() if not protection.is_of_cluster]
+
+
+def names_for_cluster() -> list[str]:
+    """Return the protections that the schedules of a cluster show."""
+    return [name for name, protection in PROTECTIONS.items() if protection.cluster_faults]
 
 
 def take_away(name: str, side: Literal["server", "client"]) -> None:
@@ -277,10 +287,53 @@ def _sweep_at_once() -> None:
     _replace(checkpoint, "save", save_slowly)
 
 
+# ── Several servers
+
+
+def _no_fence() -> None:
+    """Let a node write about a run that is at home elsewhere by now; its snapshots reach the database late."""
+    from tinkex.store.journal import Journal
+
+    set_snapshot = Journal.set_snapshot
+
+    def set_late(self: Any, run_id: str, folder: str, seq_id: int, home: Any = None) -> str | None:
+        threading.Event().wait(LATE_S)
+        return set_snapshot(self, run_id, folder, seq_id, home)
+
+    def unchecked(self: Any, connection: Any, run_id: str, home: Any) -> None: ...
+
+    _replace(Journal, "_check_home", unchecked)
+    _replace(Journal, "set_snapshot", set_late)
+
+
+def _no_fence_and_no_end_of_leases() -> None:
+    """Let a node that was given up renew its lease and go on as before, beside the one that has its runs.
+
+    Fence and conditional renewal protect against the same fault, and each alone is enough for most of it: without
+    the renewal the epoch in the fence refuses what the node writes, and without the fence it finds that it was given
+    up, and forgets its runs.
+    """
+    from sqlalchemy import update
+
+    from tinkex.store.cluster.cluster_store import ClusterStore
+    from tinkex.store.lease import NOW
+    from tinkex.store.tables import nodes
+
+    def renew(self: Any, node_id: str, lease_s: float, load: int) -> bool | None:
+        change = update(nodes).where(nodes.c.id == node_id).values(until=NOW + lease_s, load=load)
+        with self._write() as connection:
+            is_draining: bool | None = connection.scalar(change.returning(nodes.c.is_draining))
+        return is_draining
+
+    _no_fence()
+    _replace(ClusterStore, "renew", renew)
+
+
 _KILLS = frozenset({"kill server", "kill both"})
 _DEATHS = _KILLS | {"kill engine", "restart server"}
 _LOST_RESPONSES = frozenset({"drop after", "cut response", "reset"})
 _REPEATS = frozenset({"repeat at once", "repeat later"})
+_WRONG: frozenset[Promise] = frozenset({"answered", "succeeded", "once and in order", "exact results", "exact weights"})
 
 PROTECTIONS: dict[str, Protection] = {
     "journal-first": Protection(
@@ -289,6 +342,7 @@ PROTECTIONS: dict[str, Protection] = {
         remove=_journal_after_response,
         faults=_KILLS,
         promises=frozenset({"succeeded", "answered", "once and in order"}),
+        cluster_faults=frozenset({"kill node"}),
     ),
     "duplicates": Protection(
         what="recognising a sequence number that came in before",
@@ -345,5 +399,14 @@ PROTECTIONS: dict[str, Protection] = {
         remove=_sweep_at_once,
         faults=frozenset({"jump clock", "expire sessions"}),
         promises=frozenset({"readable", "succeeded"}),
+    ),
+    "fence-and-renewal": Protection(
+        what="refusing what a node writes that was given up, and telling it so when it renews its lease",
+        side="server",
+        remove=_no_fence_and_no_end_of_leases,
+        faults=frozenset(),
+        promises=_WRONG,
+        is_of_cluster=True,
+        cluster_faults=frozenset({"freeze node, then lose its heir"}),
     ),
 }

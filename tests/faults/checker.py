@@ -21,9 +21,11 @@ schedules on two cores delay each other by some 0.3 s, so this bound is wide; an
 use: 1.3 s of nothing but waiting for a core were seen with 16 processes per core."""
 USUAL_LOAD = 4.0
 """Processes per core up to which the bound holds as it is."""
+FREEZES = ("stop server", "freeze node", "freeze machine", "pause node", "freeze node, then lose its heir")
+"""Faults that stop the process whose loop is watched."""
 Promise = Literal[
     "answered", "succeeded", "exact results", "once and in order", "exact weights", "readable", "isolated",
-    "nothing left", "no stall", "no crash",
+    "nothing left", "no stall", "no crash", "goes on",
 ]  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def _isolation(history: History) -> Iterator[Violation]:
 
 
 def _stalls(history: History) -> Iterator[Violation]:
-    frozen = [(fault.began_s, fault.ended_s) for fault in history.faults if fault.what == "stop server"]
+    frozen = [(fault.began_s, fault.ended_s) for fault in history.faults if fault.what in FREEZES]
     most_s = STALL_WALL_S * max(history.load_per_core / USUAL_LOAD, 1.0)
     for stall in history.stalls:
         end_s = stall.began_s + stall.seconds
@@ -179,6 +181,13 @@ def _stalls(history: History) -> Iterator[Violation]:
 
 
 def _rest(history: History) -> Iterator[Violation]:
+    for resumption in history.resumptions:
+        if resumption.seconds > resumption.most_s:
+            yield _violation(
+                "goes on",
+                f"After {resumption.what} a tenant waited for {resumption.seconds:.1f} s; "
+                f"{resumption.most_s:.1f} s are allowed.",
+            )
     for sentence in history.left_over:
         yield _violation("nothing left", sentence)
     for sentence in history.crashes:

@@ -8,10 +8,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 from tests.faults import broken, hooks
 from tests.faults.checker import Expectation, Expected, Violation, check, expected_of
@@ -28,12 +30,22 @@ PROGRAM_WITHIN_S = 150.0
 CLOSED_WITHIN_S = 3.0
 PATIENCE = 0.25
 """The client's pauses between attempts, as a share of what they are. A schedule would be pauses mostly."""
-KNOWN_THREADS = ("MainThread", "proxy", "tinkex-loop")
+KNOWN_THREADS = ("MainThread", "proxy", "tinkex-loop", "asyncio_")
+"""The last are the client loop's own, for large bodies: it keeps them for the next client of this process."""
+
+
+class AnySchedule(Protocol):
+    """What a bench needs to know of a schedule, whatever is in it."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def programs(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    schedule: Schedule
+    schedule: AnySchedule
     history: History
     violations: list[Violation]
     seconds: float
@@ -41,6 +53,7 @@ class Outcome:
     log: str
     without: str = ""
     """The protection that was taken away."""
+    program: str = "tests.faults"
 
     def report(self) -> str:
         """Return the violations, and how to see them again."""
@@ -49,26 +62,34 @@ class Outcome:
         lines = [f"seed {self.schedule.seed}: {len(self.violations)} violations ({self.seconds:.1f} s)"]
         lines += [f"  {violation}" for violation in self.violations]
         without = f" --without {self.without}" if self.without else ""
-        lines += [f"  to see it again: python -m tests.faults --seed {self.schedule.seed}{without}"]
+        lines += [f"  to see it again: python -m {self.program} --seed {self.schedule.seed}{without}"]
         return "\n".join(lines)
 
 
 class Bench:
     """What schedules of one process share: the warm process, one PostgreSQL, the hooks of this process."""
 
+    program = "tests.faults"
+    """The command that runs a schedule again."""
+    environment: Mapping[str, str] = MappingProxyType({})
+    """Of every server."""
+    hurries = True
+    """Whether clients wait for a part of the time only that they should."""
+
     def __init__(self, warmth: str) -> None:
         self._warmth = warmth
         self._postgres: BreakablePostgres | None = None
         self._stalls: list[dict[str, object]] = []
         self._without = ""
-        _hurry()
+        if self.hurries:
+            _hurry()
         hooks.watch_loops(self._stalls.append)
 
     def close(self) -> None:
         if self._postgres is not None:
             self._postgres.stop()
 
-    def run(self, schedule: Schedule, expected: Mapping[int, Expected] | None = None, without: str = "") -> Outcome:
+    def run(self, schedule: AnySchedule, expected: Mapping[int, Expected] | None = None, without: str = "") -> Outcome:
         """Run a schedule, with a protection taken away where `without` names one.
 
         Without an expectation nothing is compared with the undisturbed run. A protection of the client stays away for
@@ -85,26 +106,10 @@ class Bench:
         gc.freeze()
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinkex-faults-")))
-            disk = Disk(folder / "data")
-            stack.callback(disk.close)
-            database = self._database(schedule, disk)
-            stack.callback(database.close)
-            flags = ["--snapshot-every-s", str(schedule.snapshot_every_s)]
-            flags += [word for name in schedule.programs for word in ("--api-key", key_of(name))]
-            # A cold server is a plain one, which has every protection.
-            warmth = None if schedule.is_cold and not without else self._warmth
-            servers = [
-                Supervisor(
-                    folder, database, disk, recorder, flags=flags, warmth=warmth, without=without, name=_name(number)
-                )
-                for number in range(schedule.servers)
-            ]
-            for server in servers:
-                stack.callback(server.kill_all)
-            _play(schedule, servers, recorder)
-            log = "\n".join(server.log() for server in servers)
+            log = self._perform(schedule, stack, folder, recorder, without)
         self._add_stalls(recorder)
-        recorder.history.load_per_core = os.getloadavg()[0] / (os.cpu_count() or 1)
+        # A process of higher niceness waits for its core longer beside others: each step is worth 1.25 times.
+        recorder.history.load_per_core = os.getloadavg()[0] / (os.cpu_count() or 1) * 1.25 ** os.nice(0)
         by_tenant = {} if expected is None else {name: expected[number] for name, number in schedule.programs.items()}
         violations = check(recorder.history, Expectation(by_tenant=by_tenant))
         return Outcome(
@@ -115,24 +120,64 @@ class Bench:
             timeline=timeline(recorder.lines),
             log=log,
             without=without,
+            program=self.program,
         )
 
-    def expectations(self) -> dict[int, Expected]:
-        """Run every program once, undisturbed, a few tenants at a time."""
+    def _perform(self, schedule: AnySchedule, stack: ExitStack, folder: Path, recorder: Recorder, without: str) -> str:
+        """Start servers in a folder, play the schedule, and return the logs. `stack` puts everything away."""
+        assert isinstance(schedule, Schedule)
+        disk = Disk(folder / "data")
+        stack.callback(disk.close)
+        database = self._database(schedule, disk)
+        stack.callback(database.close)
+        flags = ["--snapshot-every-s", str(schedule.snapshot_every_s)]
+        flags += [word for name in schedule.programs for word in ("--api-key", key_of(name))]
+        # A cold server is a plain one, which has every protection.
+        warmth = None if schedule.is_cold and not without else self._warmth
+        servers = [
+            Supervisor(
+                folder,
+                database,
+                disk,
+                recorder,
+                flags=flags,
+                warmth=warmth,
+                without=without,
+                name=_name(number),
+                environment=self.environment,
+            )
+            for number in range(schedule.servers)
+        ]
+        for server in servers:
+            stack.callback(server.kill_all)
+        _play(schedule, servers, recorder)
+        return "\n".join(server.log() for server in servers)
+
+    def expectations(self, wanted: Collection[int] | None = None) -> dict[int, Expected]:
+        """Run every program once, undisturbed, a few tenants at a time; only groups with one that is wanted."""
         expected: dict[int, Expected] = {}
-        for first in range(0, PROGRAMS, len(NAMES)):
-            programs = dict(zip(NAMES, range(first, min(first + len(NAMES), PROGRAMS)), strict=False))
+        for programs in self._groups():
+            if wanted is not None and not set(wanted) & set(programs.values()):
+                continue
             outcome = self.run(undisturbed(programs))
             assert not outcome.violations, f"undisturbed:\n{outcome.report()}\n{outcome.timeline}"
             expected |= {number: expected_of(outcome.history, name) for name, number in programs.items()}
         return expected
 
+    def _groups(self) -> list[dict[str, int]]:
+        """Return every program, as many at a time as a schedule has tenants."""
+        firsts = range(0, PROGRAMS, len(NAMES))
+        return [dict(zip(NAMES, range(first, min(first + len(NAMES), PROGRAMS)), strict=False)) for first in firsts]
+
     def _database(self, schedule: Schedule, disk: Disk) -> AnyDatabase:
         if schedule.database == "sqlite":
             return SqliteFile(disk.folder)
+        return PostgresSchema(self._shared_postgres(), f"seed_{schedule.seed}")
+
+    def _shared_postgres(self) -> BreakablePostgres:
         if self._postgres is None:
             self._postgres = BreakablePostgres()
-        return PostgresSchema(self._postgres, f"seed_{schedule.seed}")
+        return self._postgres
 
     def _add_stalls(self, recorder: Recorder) -> None:
         for row in list(self._stalls):
@@ -151,7 +196,7 @@ def _name(number: int) -> str:
 def _play(schedule: Schedule, servers: list[Supervisor], recorder: Recorder) -> None:
     """Run the programs while things break, then look at what is left."""
     board = Board()
-    proxy = Proxy([server.port for server in servers], schedule.network, recorder, _spy(board))
+    proxy = Proxy([server.port for server in servers], schedule.network, recorder, spy(board))
     try:
         for server in servers:
             server.start()
@@ -172,11 +217,11 @@ def _play(schedule: Schedule, servers: list[Supervisor], recorder: Recorder) -> 
             tenant.thread.join(max(end - time.monotonic(), 0.1))
         is_over.set()
         breaker.join(30)
-        _wait_closed(proxy, recorder)
+        wait_closed(proxy, recorder)
         requests = proxy.requests
         for server in servers:
             server.check_alive()
-        _look(servers, tenants, recorder)
+        look(servers, tenants, recorder)
         if proxy.requests > requests:
             recorder.history.left_over.append(f"Clients sent {proxy.requests - requests} requests after close().")
         for server in servers:
@@ -218,7 +263,7 @@ def _break_things(
         server.heal()
 
 
-def _look(servers: list[Supervisor], tenants: list[Tenant], recorder: Recorder) -> None:
+def look(servers: Sequence[Supervisor], tenants: list[Tenant], recorder: Recorder) -> None:
     """Ask a server itself, past the proxy, for the final state: each tenant another server, if there are several."""
     for server in servers:
         server.check_alive()
@@ -234,7 +279,7 @@ def _look(servers: list[Supervisor], tenants: list[Tenant], recorder: Recorder) 
         recorder.say(f"final state of {tenant.name}: {final}")
 
 
-def _wait_closed(proxy: Proxy, recorder: Recorder) -> None:
+def wait_closed(proxy: Proxy, recorder: Recorder) -> None:
     """Record what is still there a while after every client was closed."""
     end = time.monotonic() + CLOSED_WITHIN_S
     while (left := _left(proxy)) and time.monotonic() < end:
@@ -251,8 +296,9 @@ def _left(proxy: Proxy) -> list[str]:
     return left
 
 
-def _spy(board: Board) -> Callable[[str, bytes], str | None]:
-    owners = {key_of(name): name for name in NAMES}
+def spy(board: Board, names: Sequence[str] = NAMES) -> Callable[[str, bytes], str | None]:
+    """Return what finds another tenant's id in a response."""
+    owners = {key_of(name): name for name in names}
 
     def owner_of(key: str, body: bytes) -> str | None:
         reader = owners.get(key)
@@ -275,4 +321,4 @@ def _hurry() -> None:
     clock.Clock.sleep = sleep  # type: ignore[method-assign]
 
 
-__all__ = ["Bench", "Outcome", "schedule_of"]
+__all__ = ["Bench", "Outcome", "look", "schedule_of", "spy", "wait_closed"]

@@ -54,6 +54,16 @@ class FaultRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """How long after a fault the last tenant went on."""
+
+    what: str
+    seconds: float
+    most_s: float
+    """How long it may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stall:
     """A callback that held an event loop."""
 
@@ -89,6 +99,9 @@ class History:
     leaks: list[str] = field(default_factory=list)
     """Responses in which the proxy saw another tenant's id, each as a sentence."""
     faults: list[FaultRecord] = field(default_factory=list)
+    resumptions: list[Resumption] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """What the service did because of the faults, by name, for the summary."""
     stalls: list[Stall] = field(default_factory=list)
     finals: list[FinalRun] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)

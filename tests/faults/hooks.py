@@ -17,13 +17,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tinkex import clock
 
 ENGINE_MODULE = "tinkex.engine.process.main"
+PASSES_ALONE = "TESTS_PASSES_ALONE"
+"""In the environment of a server: its engine computes each pass alone."""
 OFFSET = struct.Struct("<d")
 STALL_NOTED_S = 0.03
 """Callbacks that hold a loop longer than this are written down; the checker has the bounds."""
@@ -123,6 +125,8 @@ def _be_engine(words: list[str], stdin: int, stdout: int, stderr: int, passed: l
         logging.root.manager.loggerDict.clear()
         # The running loop is the server's: in this process there is none.
         asyncio.events._set_running_loop(None)
+        if os.environ.get(PASSES_ALONE):
+            _compute_passes_alone()
         from tinkex.engine.process import main
 
         main.main()
@@ -133,3 +137,15 @@ def _be_engine(words: list[str], stdin: int, stdout: int, stderr: int, passed: l
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(status)
+
+
+def _compute_passes_alone() -> None:
+    """Never compute passes of several runs together: rounding depends on the company of a pass of a thousand tokens,
+    and who shares an engine with whom depends on the faults."""
+    from tinkex.engine.training import micro_batches, trainer
+
+    def choose(passes: Sequence[Any], token_budget: int, runner: Any) -> list[Any]:
+        return micro_batches.next_micro_batch(passes[:1], token_budget, runner)
+
+    assert hasattr(trainer, "next_micro_batch"), "the trainer chooses in another way: tests/faults/hooks.py patches it"
+    trainer.next_micro_batch = choose

@@ -29,14 +29,20 @@ class Closed(Exception):
 
 
 class Proxy:
-    """Runs on a thread of its own. `upstreams` are ports; a connection goes to one of them, in turn."""
+    """Runs on a thread of its own. `upstreams` are ports; a connection, or each request, goes to the next one."""
 
     def __init__(
-        self, upstreams: list[int], faults: Iterable[NetworkFault], recorder: Recorder, spy: Spy | None = None
+        self,
+        upstreams: list[int],
+        faults: Iterable[NetworkFault],
+        recorder: Recorder,
+        spy: Spy | None = None,
+        *,
+        by_request: bool = False,
     ) -> None:
-        self._upstreams, self._recorder, self._spy = upstreams, recorder, spy
+        self._upstreams, self._recorder, self._spy, self._by_request = upstreams, recorder, spy, by_request
         self._faults = {fault.at: fault for fault in faults}
-        self.requests = self.training_requests = self.in_flight = self._connections = 0
+        self.requests = self.training_requests = self.in_flight = self._turns = 0
         self.is_partitioned = False
         self._changed = threading.Condition()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -97,11 +103,13 @@ class Proxy:
             _reset(writer)
             return
         self._writers.add(writer)
-        upstream = _Upstream(self._upstreams[self._connections % len(self._upstreams)])
-        self._connections += 1
+        upstream = self._next_upstream()
         try:
             while (request := await read_message(reader, is_response=False)) is not None:
                 self.in_flight += 1
+                if self._by_request:
+                    upstream.close()
+                    upstream = self._next_upstream()
                 try:
                     await self._pass(request, writer, upstream)
                 finally:
@@ -112,6 +120,10 @@ class Proxy:
             upstream.close()
             writer.close()
             self._writers.discard(writer)
+
+    def _next_upstream(self) -> _Upstream:
+        self._turns += 1
+        return _Upstream(self._upstreams[self._turns % len(self._upstreams)])
 
     async def _pass(self, request: Message, writer: asyncio.StreamWriter, upstream: _Upstream) -> None:
         """Let one request through, or break it as the schedule says."""

@@ -4,25 +4,48 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import signal
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
 
-from tests.faults.broken import PROTECTIONS
+from tests.faults.broken import PROTECTIONS, Protection
 from tests.faults.checker import Expected
-from tests.faults.harness import Bench, Outcome
+from tests.faults.harness import AnySchedule, Bench, Outcome
+from tests.faults.history import Resumption
 from tests.faults.schedule import Schedule, schedule_of
 from tests.faults.warm import Warmth
 
+_TELLS_EACH = "TESTS_TELL_EACH_SEED"
+"""In the environment: print a line for each schedule, also where stdout is a file."""
 _OURS = ("TypeError", "AttributeError", "NameError")
 MOST_SEEDS = 100
 """How many schedules may try to show what a missing protection breaks."""
+
+
+def kinds_of(schedule: AnySchedule) -> set[str]:
+    """Return the kinds of faults of a schedule for one server."""
+    assert isinstance(schedule, Schedule)
+    return {*(fault.kind for fault in schedule.heavy), *(fault.kind for fault in schedule.network)}
+
+
+@dataclass(frozen=True)
+class Rig:
+    """What is run: by default one server, and the schedules for it. Functions of a module, which a lane imports."""
+
+    bench: Callable[[str], Bench] = Bench
+    schedule_of: Callable[[int], AnySchedule] = schedule_of
+    kinds_of: Callable[[AnySchedule], set[str]] = kinds_of
+    is_cluster: bool = False
+
+    def faults_for(self, protection: Protection) -> frozenset[str]:
+        return protection.cluster_faults if self.is_cluster else protection.faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +63,18 @@ class SeedResult:
     stall_cpu_s: float
     """The longest that a callback computed on a loop."""
     text: str
+    resumptions: list[Resumption]
+    counts: dict[str, int]
 
 
-def run_range(seeds: Sequence[int], jobs: int) -> int:
+def run_range(seeds: Sequence[int], jobs: int, rig: Rig | None = None) -> int:
     """Run every seed and print the report of each that broke a promise; returns 1 if there was one."""
-    began = time.monotonic()
+    began, rig = time.monotonic(), rig or Rig()
     with Warmth() as warmth:
-        lanes = [_Lane(warmth.address) for _ in range(min(jobs, len(seeds)))]
+        lanes = [_Lane(warmth.address, rig) for _ in range(min(jobs, len(seeds)))]
         try:
-            expected = lanes[0].expectations()
+            wanted = {number for seed in seeds for number in rig.schedule_of(seed).programs.values()}
+            expected = lanes[0].expectations(wanted)
             results = list(_share_out(seeds, lanes, expected))
         finally:
             for lane in lanes:
@@ -66,24 +92,42 @@ def _summary(seeds: Sequence[int], results: list[SeedResult], broken: list[int],
     seconds, stalls_s = [result.seconds for result in results], [result.stall_cpu_s for result in results]
     return (
         f"{sum(faults.values())} faults: {kinds}\n"
+        f"{_resumptions(results)}"
         f"longest time that a callback computed on a loop: {max(stalls_s) * 1e3:.0f} ms\n"
         f"{len(results)} schedules from seed {seeds[0]}, {len(broken)} with violations {broken or ''}; "
         f"{statistics.median(seconds):.1f} s each (median), {max(seconds):.1f} s at most, {taken_s:.0f} s in all"
     )
 
 
-def prove(names: Sequence[str], first: int, jobs: int, most_seeds: int = MOST_SEEDS) -> int:
+def _resumptions(results: list[SeedResult]) -> str:
+    """Return a line for each kind of fault, with how long tenants waited, and what the service counted."""
+    waits_s: dict[str, list[float]] = {}
+    counts = Counter[str]()
+    for result in results:
+        counts.update(result.counts)
+        for resumption in result.resumptions:
+            waits_s.setdefault(resumption.what, []).append(resumption.seconds)
+    lines = [
+        f"  {kind:28} {len(found):4} times, on again after {statistics.median(found):5.1f} s (median), "
+        f"{max(found):5.1f} s at most"
+        for kind, found in sorted(waits_s.items())
+    ]
+    lines += [f"  {name}: {count}" for name, count in sorted(counts.items())]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def prove(names: Sequence[str], first: int, jobs: int, most_seeds: int = MOST_SEEDS, rig: Rig | None = None) -> int:
     """Take each protection away and run schedules until one breaks a promise; returns 1 if one is not missed.
 
     The same schedule with the protection must keep every promise: otherwise it shows something else.
     """
-    began, unnoticed = time.monotonic(), []
+    began, unnoticed, rig = time.monotonic(), list[str](), rig or Rig()
     with Warmth() as warmth:
-        lane = _Lane(warmth.address)
+        lane = _Lane(warmth.address, rig)
         expected = lane.expectations()
         lane.close()
         for name in names:
-            result, tried = _first_violation(name, first, jobs, most_seeds, warmth.address, expected)
+            result, tried = _first_violation(name, first, jobs, most_seeds, warmth.address, expected, rig)
             what = f"{name:16} without {PROTECTIONS[name].what}:"
             if result is None:
                 unnoticed.append(name)
@@ -96,12 +140,12 @@ def prove(names: Sequence[str], first: int, jobs: int, most_seeds: int = MOST_SE
 
 
 def _first_violation(
-    name: str, first: int, jobs: int, most_seeds: int, warmth: str, expected: dict[int, Expected]
+    name: str, first: int, jobs: int, most_seeds: int, warmth: str, expected: dict[int, Expected], rig: Rig
 ) -> tuple[SeedResult | None, int]:
     """Return the first result that breaks one of the promises that this protection is for, and how many were tried."""
     protection, tried = PROTECTIONS[name], 0
-    seeds = itertools.islice(_with_faults(itertools.count(first), protection.faults), most_seeds)
-    lanes = [_Lane(warmth, name) for _ in range(jobs)]  # new ones: what was taken away in a process stays away
+    seeds = itertools.islice(_with_faults(itertools.count(first), rig.faults_for(protection), rig), most_seeds)
+    lanes = [_Lane(warmth, rig, name) for _ in range(jobs)]  # new ones: what was taken away in a process stays away
     try:
         for result in _share_out(seeds, lanes, expected, is_quiet=True):
             tried += 1
@@ -111,7 +155,7 @@ def _first_violation(
                 )
                 continue
             if protection.promises & set(result.promises):
-                if _is_kept_with_all(result.seed, warmth, expected):
+                if _is_kept_with_all(result.seed, warmth, expected, rig):
                     return result, tried
                 print(f"{name}: seed {result.seed} breaks a promise with every protection too", flush=True)
     finally:
@@ -120,23 +164,19 @@ def _first_violation(
     return None, tried
 
 
-def _is_kept_with_all(seed: int, warmth: str, expected: dict[int, Expected]) -> bool:
+def _is_kept_with_all(seed: int, warmth: str, expected: dict[int, Expected], rig: Rig) -> bool:
     """Return whether a schedule keeps every promise while nothing is taken away."""
-    lane = _Lane(warmth)
+    lane = _Lane(warmth, rig)
     try:
         return not any(result.promises for result in _share_out([seed], [lane], expected, is_quiet=True))
     finally:
         lane.close()
 
 
-def _with_faults(seeds: Iterable[int], kinds: frozenset[str]) -> Iterator[int]:
+def _with_faults(seeds: Iterable[int], kinds: frozenset[str], rig: Rig) -> Iterator[int]:
     for seed in seeds:
-        if not kinds or kinds & _kinds_of(schedule_of(seed)):
+        if not kinds or kinds & rig.kinds_of(rig.schedule_of(seed)):
             yield seed
-
-
-def _kinds_of(schedule: Schedule) -> set[str]:
-    return {*(fault.kind for fault in schedule.heavy), *(fault.kind for fault in schedule.network)}
 
 
 def _share_out(
@@ -160,21 +200,24 @@ def _share_out(
             idle.append(lane)
             if not is_quiet and (result.promises or sys.stdout.isatty()):
                 print(result.text, flush=True)
+            elif not is_quiet and _TELLS_EACH in os.environ:
+                print(f"seed {seed} kept every promise ({result.seconds:.1f} s)", flush=True)
             yield result
 
 
 class _Lane:
     """A process that runs one schedule after the other, all without the same protection or with every one."""
 
-    def __init__(self, warmth: str, without: str = "") -> None:
+    def __init__(self, warmth: str, rig: Rig, without: str = "") -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, warmth, without))
+        self._process = context.Process(target=_work, args=(theirs, warmth, rig, without))
         self._process.start()
         theirs.close()
 
-    def expectations(self) -> dict[int, Expected]:
-        self.connection.send(None)
+    def expectations(self, wanted: set[int] | None = None) -> dict[int, Expected]:
+        """Run programs undisturbed: those that are wanted, and some others with them, or all."""
+        self.connection.send(wanted)
         expected: dict[int, Expected] = self.connection.recv()
         return expected
 
@@ -195,21 +238,21 @@ class _Lane:
             self._process.kill()
 
 
-def _work(connection: Connection, warmth: str, without: str) -> None:
+def _work(connection: Connection, warmth: str, rig: Rig, without: str) -> None:
     # An exception instead of the end: a PostgreSQL, a mounted disk and folders are put away on the way out.
     signal.signal(signal.SIGTERM, _leave)
-    bench = Bench(warmth)
+    bench = rig.bench(warmth)
     try:
         while True:
             try:
                 task = connection.recv()
             except EOFError:
                 return
-            if task is None:
-                connection.send(bench.expectations())
+            if task is None or isinstance(task, set):
+                connection.send(bench.expectations(task))
                 continue
             seed, expected = task
-            connection.send(_result(bench.run(schedule_of(seed), expected, without)))
+            connection.send(_result(bench.run(rig.schedule_of(seed), expected, without)))
     finally:
         bench.close()
 
@@ -231,4 +274,6 @@ def _result(outcome: Outcome) -> SeedResult:
         seconds=outcome.seconds,
         stall_cpu_s=max((stall.cpu_s for stall in outcome.history.stalls), default=0.0),
         text=text,
+        resumptions=outcome.history.resumptions,
+        counts=outcome.history.counts,
     )

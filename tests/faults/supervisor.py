@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -104,14 +105,19 @@ class Supervisor:
         warmth: str | None,
         without: str = "",
         name: str = "server",
+        has_engine: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment` is what the server has beside the address of its database, or instead of it."""
         self._database, self._disk, self._recorder, self._warmth, self.name = database, disk, recorder, warmth, name
         self._without = without
+        self._environment = {"TINKEX_DATABASE_URL": database.url, **(environment or {})}
         self._log, self._clock, self._stalls = (folder / f"{name}.{kind}" for kind in ("log", "clock", "stalls"))
         self._clock.write_bytes(OFFSET.pack(0.0))
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._words = ["serve", "--base-model", MODEL, "--threads", "1", "--port", str(self.port), "--drain-s", "3"]
+        self._words = ["serve", *(("--base-model", MODEL, "--threads", "1") if has_engine else ())]
+        self._words += ["--port", str(self.port), "--drain-s", "3"]
         self._words += ["--data-dir", str(disk.folder), "--cache-dir", str(CACHE), *flags]
         self._process: Process | None = None
         self._started_at = 0.0
@@ -120,9 +126,8 @@ class Supervisor:
 
     def start(self) -> None:
         self._started_at = time.monotonic()
-        environment = {"TINKEX_DATABASE_URL": self._database.url}
         if self._warmth is None:
-            self._process = ColdServer(self._words, self._log, environment)
+            self._process = ColdServer(self._words, self._log, self._environment)
         else:
             request = warm.Start(
                 words=self._words,
@@ -130,7 +135,7 @@ class Supervisor:
                 clock=str(self._clock),
                 stalls=str(self._stalls),
                 without=self._without,
-                environment=environment,
+                environment=self._environment,
             )
             self._process = warm.start(self._warmth, request)
 
@@ -257,6 +262,14 @@ class Supervisor:
         self.start()
         return note
 
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def set_flags(self, *flags: str) -> None:
+        """Add flags that are known only when the port is: before the first start."""
+        self._words += flags
+
     def _signal_engine(self, number: signal.Signals) -> str:
         pid = self.engine_pid()
         if pid is None:
@@ -281,6 +294,22 @@ class Supervisor:
         """The server's process group and that of its engine, which has one of its own."""
         assert self._process is not None
         return [pid for pid in (self._process.pid, self.engine_pid()) if pid is not None]
+
+    def pause(self, seconds: float, *, with_engine: bool) -> str:
+        """Stop the server's process for a while; with its engine, as where a whole machine is stopped."""
+        engine = self.engine_pid() if with_engine else None
+        if engine is None:
+            return self._pause(self.pid(), seconds)
+        try:
+            os.kill(engine, signal.SIGSTOP)
+            note = self._pause(self.pid(), seconds)
+            os.kill(engine, signal.SIGCONT)
+        except ProcessLookupError:
+            return "the engine was gone already"
+        return note
+
+    def skew_clock(self, seconds: float) -> None:
+        self._clock_offset(seconds)
 
     def _pause(self, pid: int, seconds: float) -> str:
         try:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import tinkex
 from tests.faults.history import FinalRun, Intrusion, Recorder, Unanswered, Value
-from tests.faults.program import Program, Step, batch_of
+from tests.faults.program import TARGETS, Program, Step, batch_of
 from tinkex.client.download import download_checkpoint
 
 ANSWER_WITHIN_S = 60.0
@@ -20,6 +22,16 @@ ANSWER_WITHIN_S = 60.0
 MOST_TRIES = 12
 """How often a save or load is tried that a full disk makes fail."""
 MODEL = "tinkex/tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How a tenant's client is set, and how long a call may be without an outcome."""
+
+    options: dict[str, Any] = field(
+        default_factory=lambda: {"timeout_s": 8.0, "max_retries": 14, "unreachable_s": 50.0}
+    )
+    answer_within_s: float = ANSWER_WITHIN_S
 
 
 def key_of(tenant: str) -> str:
@@ -37,8 +49,17 @@ class Board:
 class Tenant:
     """One program, one client object (a new one after each `reconnect`), one thread."""
 
-    def __init__(self, name: str, program: Program, url: str, recorder: Recorder, board: Board) -> None:
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        url: str,
+        recorder: Recorder,
+        board: Board,
+        patience: Patience | None = None,
+    ) -> None:
         self.name, self.program, self.paths = name, program, dict[str, str]()
+        self._patience = patience or Patience()
         self._url, self._recorder, self._board = url, recorder, board
         self._pending: list[tuple[int, str, Callable[[], Value]]] = []
         self._service = self._connect()
@@ -48,9 +69,14 @@ class Tenant:
         self.thread = threading.Thread(target=self._run, name=f"tenant {name}", daemon=True)
 
     def _connect(self) -> tinkex.ServiceClient:
-        return tinkex.ServiceClient(
-            base_url=self._url, api_key=key_of(self.name), timeout_s=8.0, max_retries=14, unreachable_s=50.0
-        )
+        return tinkex.ServiceClient(base_url=self._url, api_key=key_of(self.name), **self._patience.options)
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id
+
+    def _answer(self, future: tinkex.APIFuture[Any]) -> Any:
+        return _answer(future, self._patience.answer_within_s)
 
     def _run(self) -> None:
         try:
@@ -89,7 +115,7 @@ class Tenant:
     def _do(self, index: int, step: Step) -> None:
         match step.kind:
             case "train":
-                data = self._data(step.number)
+                data = self._data(step.number, step.is_large)
                 passed = self._training.forward_backward(data, "cross_entropy")
                 stepped = self._training.optim_step(tinkex.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0))
                 self._later(index, f"forward_backward {step.number}", passed, _view_of_pass)
@@ -110,7 +136,7 @@ class Tenant:
             case "list":
                 self._settle()
                 rest = self._service.create_rest_client()
-                self._call(index, "list", lambda: _answer(rest.list_checkpoints(self._run_id)), _view_of_list)
+                self._call(index, "list", lambda: self._answer(rest.list_checkpoints(self._run_id)), _view_of_list)
             case "intrude":
                 self._intrude()
             case "reconnect":
@@ -119,20 +145,20 @@ class Tenant:
 
     def _later(self, index: int, what: str, future: tinkex.APIFuture[Any], view: Callable[[Any], Value]) -> None:
         """Wait for it with the next `_settle`: calls are in flight together, as in a good training loop."""
-        self._pending.append((index, what, lambda: view(_answer(future))))
+        self._pending.append((index, what, lambda: view(self._answer(future))))
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, []
         for index, what, work in pending:
             self._recorder.call(self.name, index, what, work)
 
-    def _data(self, number: int) -> list[tinkex.Datum]:
+    def _data(self, number: int, is_large: bool = False) -> list[tinkex.Datum]:
+        rows = batch_of(self.program.number, number, is_large=is_large)
         return [
             tinkex.Datum(
-                model_input=tinkex.ModelInput.from_ints(row[:-1]),
-                loss_fn_inputs={"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)},
+                model_input=tinkex.ModelInput.from_ints(row[:-1]), loss_fn_inputs=_inputs_of(row[1:], is_large)
             )
-            for row in batch_of(self.program.number, number)
+            for row in rows
         ]
 
     def _save(self, index: int, step: Step) -> None:
@@ -152,12 +178,12 @@ class Tenant:
         """Save or load. A full disk fails it for good and changes nothing; the user frees space and does it again."""
         for _ in range(MOST_TRIES - 1):
             try:
-                return self._call(index, what, lambda: _answer(ask()), lambda _: None)
+                return self._call(index, what, lambda: self._answer(ask()), lambda _: None)
             except tinkex.RequestFailedError as error:
                 if "disk" not in str(error):
                     raise
                 threading.Event().wait(0.2)
-        return self._call(index, what, lambda: _answer(ask()), lambda _: None)
+        return self._call(index, what, lambda: self._answer(ask()), lambda _: None)
 
     def _sample(self, index: int, step: Step) -> None:
         path = self.paths[f"sampler-{step.number}"]
@@ -167,13 +193,13 @@ class Tenant:
         self._call(
             index,
             str(step),
-            lambda: _answer(sampler.sample(prompt, 2, params)),
+            lambda: self._answer(sampler.sample(prompt, 2, params)),
             lambda response: [list(sequence.tokens) for sequence in response.sequences],
         )
 
     def _reconnect(self) -> None:
         """Close everything and go on with the run from a new client, as a program does that was started again."""
-        self._service.close().result(timeout=ANSWER_WITHIN_S)
+        self._service.close().result(timeout=self._patience.answer_within_s)
         self._service = self._connect()
         self._training = self._service.create_training_client_from_run(self._run_id)
 
@@ -194,7 +220,7 @@ class Tenant:
                     owner, "archive", lambda path=path: rest.get_checkpoint_archive_url_from_tinker_path(path)
                 )  # fmt: skip
                 self._try(owner, "load_state", lambda path=path: self._training.load_state(path))
-        listed = _answer(rest.list_user_checkpoints())
+        listed = self._answer(rest.list_user_checkpoints())
         for saved in listed.checkpoints:
             for owner, run_id in list(self._board.runs.items()):
                 if owner != self.name and run_id in saved.tinker_path:
@@ -202,7 +228,7 @@ class Tenant:
 
     def _try(self, owner: str, what: str, attempt: Callable[..., tinkex.APIFuture[Any]]) -> None:
         try:
-            outcome, was_given = repr(_answer(attempt()))[:200], True
+            outcome, was_given = repr(self._answer(attempt()))[:200], True
         except (tinkex.NotFoundError, tinkex.RequestFailedError, tinkex.BadRequestError) as error:
             outcome, was_given = f"{type(error).__name__}: {error}"[:200], False
         # An empty list of checkpoints gives nothing away; a missing run and another's must look the same, too.
@@ -217,7 +243,7 @@ def final_run(url: str, tenant: Tenant) -> FinalRun:
     """Ask the service, now quiet, for what it kept of a tenant's run; and download every checkpoint."""
     with tinkex.ServiceClient(base_url=url, api_key=key_of(tenant.name), timeout_s=10.0) as service:
         rest = service.create_rest_client()
-        run_id = tenant._run_id
+        run_id = tenant.run_id
         steps = _answer(rest.get_run_steps(run_id)).steps
         listed = _answer(rest.list_checkpoints(run_id)).checkpoints
         digests = {name: _downloaded(rest, path) for name, path in tenant.paths.items()}
@@ -252,13 +278,23 @@ def tensors_of(file: Path) -> bytes:
     return content
 
 
-def _answer(future: tinkex.APIFuture[Any]) -> Any:
+def _inputs_of(targets: list[int], is_large: bool) -> dict[str, Any]:
+    if not is_large:
+        return {"target_tokens": targets, "weights": [1.0] * len(targets)}
+    # Each position has the same few targets and many of no weight: bytes that hardly cost anything to compute.
+    shape = (len(targets), TARGETS)
+    weights = np.zeros(shape, np.float32)
+    weights[:, :4] = 0.25
+    return {"target_tokens": np.resize(np.array(targets, np.int64), shape), "weights": weights}
+
+
+def _answer(future: tinkex.APIFuture[Any], within_s: float = ANSWER_WITHIN_S) -> Any:
     try:
-        return future.result(timeout=ANSWER_WITHIN_S)
+        return future.result(timeout=within_s)
     except TimeoutError as error:
         if future.done():
             raise
-        raise Unanswered(f"no outcome after {ANSWER_WITHIN_S:.0f} s: {error}") from None
+        raise Unanswered(f"no outcome after {within_s:.0f} s: {error}") from None
 
 
 def _view_of_pass(result: Any) -> Value:

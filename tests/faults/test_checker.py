@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.checker import Expectation, check, expected_of
-from tests.faults.history import Call, FaultRecord, FinalRun, History, Intrusion, Stall
+from tests.faults.history import Call, FaultRecord, FinalRun, History, Intrusion, Resumption, Stall
 
 
 def good() -> History:
@@ -67,6 +67,10 @@ BREAKS: dict[str, tuple[str, Callable[[History], object]]] = {
         lambda history: history.stalls.append(Stall(loop="server", began_s=1.0, seconds=0.1, cpu_s=0.09, what="sum")),
     ),
     "a process that is left": ("nothing left", lambda history: history.left_over.append("process 7 is left")),
+    "a tenant that waits too long": (
+        "goes on",
+        lambda history: history.resumptions.append(Resumption(what="kill node", seconds=18.1, most_s=18.0)),
+    ),
     "a crash": ("no crash", lambda history: history.crashes.append("the server ended")),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -9,18 +10,27 @@ from urllib.parse import quote
 import psycopg
 
 from tests.integration.service.live import LiveServer
+from tests.integration.service.raw import Raw, batch, datum, text
 from tests.unit.store.postgres import PostgresServer
 
 LEASE_S = 3.0
+STEP = {"learning_rate": 0.01}
 SECRET = "0123456789abcdef" * 4
 
 
 class Node(LiveServer):
     """A server of the cluster. Without a bucket they share a data folder. Each has a log of its own."""
 
-    def __init__(self, cluster: Cluster, name: str, *flags: str, is_front: bool = False) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        *flags: str,
+        is_front: bool = False,
+        models: tuple[str, ...] = ("tinkex/tiny",),
+    ) -> None:
         folder = cluster.folder / (name if is_front or "--blobs" in flags else "shared")
-        models = () if is_front else ("tinkex/tiny",)
+        models = () if is_front else models
         common = ("--database-url", cluster.url, "--cluster-secret-file", str(cluster.secret_file))
         super().__init__(folder, *common, "--node-lease-s", str(LEASE_S), *flags, models=models)
         self._words += ["--no-engine"] if is_front else ["--node-url", self.url]
@@ -39,8 +49,8 @@ class Cluster:
         self.secret_file.write_text(f"{SECRET}\n")
         self.servers: list[Node] = []
 
-    def node(self, *flags: str) -> Node:
-        return self._add(Node(self, f"node{len(self.servers)}", *flags))
+    def node(self, *flags: str, models: tuple[str, ...] = ("tinkex/tiny",)) -> Node:
+        return self._add(Node(self, f"node{len(self.servers)}", *flags, models=models))
 
     def front(self, *flags: str) -> Node:
         return self._add(Node(self, f"front{len(self.servers)}", *flags, is_front=True))
@@ -70,3 +80,23 @@ class Cluster:
             if server.process is not None and server.process.poll() is None:
                 server.process.kill()
                 server.process.wait(10)
+
+
+def losses(clients: list[Raw], steps: int = 6) -> list[float]:
+    """Train with every request to the next server in turn; the loss of each step."""
+    turns = cycle(clients)
+    run = clients[0].run()
+    found = []
+    for number in range(steps):
+        data = [datum(text([10 + number, 20, 30]))]
+        for call, fields in (
+            ("forward_backward", {"forward_backward_input": batch(data)}),
+            ("optim_step", {"adam_params": STEP}),
+        ):
+            submitted = next(turns).post(call, run.named(**fields))
+            assert submitted.status == 200, submitted.content
+            done = next(turns).poll(submitted.json["request_id"])
+            assert done.status == 200 and "error" not in done.json, done.content
+            if call == "forward_backward":
+                found.append(done.json["metrics"]["loss:sum"])
+    return found

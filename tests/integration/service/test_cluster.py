@@ -12,7 +12,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ import psycopg
 import pytest
 
 import tinkex
-from tests.integration.service.cluster import LEASE_S, Cluster, Node
+from tests.integration.service.cluster import LEASE_S, STEP, Cluster, Node, losses
 from tests.integration.service.live import CACHE, LiveServer
-from tests.integration.service.raw import Raw, batch, datum, text
+from tests.integration.service.raw import Raw, batch
 from tests.unit.store.postgres import PostgresServer
 
-STEP = {"learning_rate": 0.01}
 STEPS = 40
 HEAVY = 19
 """The step whose pass takes so long that a home can be stopped in the middle of it."""
@@ -55,26 +53,6 @@ def two(postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> I
     cluster.wait()
     yield cluster
     cluster.stop()
-
-
-def losses(clients: list[Raw], steps: int = 6) -> list[float]:
-    """Train with every request to the next server in turn; the loss of each step."""
-    turns = cycle(clients)
-    run = clients[0].run()
-    found = []
-    for number in range(steps):
-        data = [datum(text([10 + number, 20, 30]))]
-        for call, fields in (
-            ("forward_backward", {"forward_backward_input": batch(data)}),
-            ("optim_step", {"adam_params": STEP}),
-        ):
-            submitted = next(turns).post(call, run.named(**fields))
-            assert submitted.status == 200, submitted.content
-            done = next(turns).poll(submitted.json["request_id"])
-            assert done.status == 200 and "error" not in done.json, done.content
-            if call == "forward_backward":
-                found.append(done.json["metrics"]["loss:sum"])
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +225,16 @@ def check_kill(cluster: Cluster, seed: int, expected: dict[str, bytes]) -> None:
     assert counted(near, "tinkex_home_claims") >= 1
 
 
+def sample_of(sampler: str, number: int) -> dict[str, object]:
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": number + 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [10 + number, 20, 30]}]},
+        "sampling_params": {"max_tokens": 2, "temperature": 0.0},
+        "num_samples": 1,
+    }
+
+
 def check_freeze(cluster: Cluster, seed: int, expected: dict[str, bytes]) -> None:
     """The home is stopped in the middle of a pass, past its lease, and goes on when another node has its run."""
     near, home = two_nodes(cluster, seed)
@@ -268,7 +256,12 @@ def check_freeze(cluster: Cluster, seed: int, expected: dict[str, bytes]) -> Non
     until(lambda: counted(home, "tinkex_home_fences") >= 1)
     assert found == expected, f"seed {seed}\n{cluster.logs()}"
     until(lambda: "was given up" in home.log())
-    # The node that was given up is of use again.
+    # The node that was given up is of use again, at once: its samples have its new name.
+    sampler, poller = Raw(home), Raw(near)
+    weights = sampler.sampler()
+    for number in range(6):  # each is drawn where its prompt hashes to
+        request_id = sampler.post("asample", sample_of(weights, number)).json["request_id"]
+        assert poller.poll(request_id).status == 200
     assert losses([Raw(home), Raw(near)]) == losses([Raw(near)])
 
 

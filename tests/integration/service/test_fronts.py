@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 import tinkex
-from tests.integration.service.cluster import SECRET, Cluster, Node
+from tests.integration.service.cluster import SECRET, STEP, Cluster, Node, losses
 from tests.integration.service.conftest import ALICE, BOB
+from tests.integration.service.live import LiveServer
 from tests.integration.service.raw import Raw, batch, message, post_message
 from tests.integration.service.raw import datum as raw_datum
 from tests.unit.store.postgres import PostgresServer
 from tinkex.server.cluster.signature import HEADER, VALID_S, Signer
 
 pytestmark = pytest.mark.slow
-STEP = {"learning_rate": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,13 @@ def test_a_clients_whole_flow_works_through_fronts_in_turn(cluster: Cluster) -> 
     assert [len(tokens) for tokens in found[4:6]] == [6, 6]
     expected = flow(nodes(cluster)[0].url)
     assert found[:-1] == expected[:-1]
+
+
+def test_requests_of_one_run_to_two_fronts_in_turn_give_the_losses_of_one_server(
+    cluster: Cluster, live: LiveServer
+) -> None:
+    turns = [Raw(front, ALICE) for front in fronts(cluster)]
+    assert losses(turns) == losses([Raw(live)])
 
 
 def test_runs_are_spread_over_the_nodes_and_a_front_finds_each(cluster: Cluster) -> None:

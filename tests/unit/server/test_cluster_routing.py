@@ -107,3 +107,24 @@ def test_samples_that_begin_alike_meet_and_only_those_of_a_lost_node_move() -> N
         old for old in before if old != lost
     ]
     assert lost not in after
+
+
+def test_a_node_that_has_just_joined_is_found_at_once() -> None:
+    """Before, its samples were taken for lost for a second, and a client that asked again three times gave up."""
+    living = [NodeRecord(id="a" * 16, url="http://a", models=("tiny",), version="")]
+    reads = SimpleNamespace(list_nodes=lambda: list(living))
+    asked = 0
+
+    async def call(function: Any, *args: object) -> Any:
+        nonlocal asked
+        asked += 1
+        return function(*args)
+
+    async def find() -> list[str | None]:
+        peers = Peers(REAL, cast(Any, reads), cast(Any, call))
+        first = await peers.url_of("a" * 16)
+        living.append(NodeRecord(id="b" * 16, url="http://b", models=("tiny",), version=""))
+        return [first, await peers.url_of("b" * 16), await peers.url_of("a" * 16), await peers.url_of("c" * 16)]
+
+    assert asyncio.run(find()) == ["http://a", "http://b", "http://a", None]
+    assert asked == 3, "only a node that is not known is looked up again"

@@ -50,6 +50,8 @@ class ClusterMember:
         if not config.no_engine:
             self.node = Node(config, clock, service.catalog.names, lambda: worker.queued)
             self.node.on_given_up = self._on_given_up
+            # At once: what is named after a former id is taken for lost, three times in a row.
+            self.node.on_joined = self._name_samples
         self._counters = ClusterCounters(service.metrics.registry, config.node_url or "front")
         self.homes = Homes(self.node, clock, service.store, service.db, self._counters, worker.forget)
         worker.homes = self.homes
@@ -73,7 +75,6 @@ class ClusterMember:
     async def join(self) -> None:
         if self.node is not None:
             await self.node.join()
-            self._name_samples()
 
     async def run(self) -> None:
         """Keep the lease, and look after the runs of this node, until cancelled."""
@@ -106,7 +107,6 @@ class ClusterMember:
     async def _look_after_runs(self, node: Node) -> None:
         while True:
             try:
-                self._name_samples()
                 if node.is_draining:
                     await self._drain()
                 else:

@@ -26,7 +26,8 @@ MARGIN = 0.1
 
 
 class Node:
-    """`load` returns how many operations are not finished; `on_given_up` is called when the runs may be elsewhere."""
+    """`load` returns how many operations are not finished; `on_given_up` is called when the runs may be elsewhere,
+    `on_joined` when it has a new id."""
 
     def __init__(self, config: ServeConfig, clock: Clock, models: list[str], load: Callable[[], int]) -> None:
         assert config.node_url is not None
@@ -39,6 +40,7 @@ class Node:
         """Names that samples of this server may still have."""
         self.is_draining = False
         self.on_given_up: Callable[[], None] = lambda: None
+        self.on_joined: Callable[[], None] = lambda: None
         self._sure_until = 0.0
 
     @property
@@ -56,6 +58,7 @@ class Node:
         self.former_ids.add(self.id)
         self.id, self.is_draining = name, False
         self._hold_since(began)
+        self.on_joined()
         logger.info("this server is node %s of a cluster, at %s", name, self.url)
 
     async def keep(self) -> None:
