@@ -43,6 +43,8 @@ def main(words: list[str]) -> int:
     model()
     wheels(is_full)
     official_clients(is_full)
+    if is_full:
+        linters()
     return code
 
 
@@ -118,6 +120,14 @@ def model() -> ModelInfo:
 
     with mock.patch.object(hub, "find_cached", lambda name: None), mock.patch.object(hub, "download", unreachable):
         return registry.resolve("smollm2-135m", CACHE)
+
+
+def linters() -> None:
+    """Make the environments of what checks deploy/."""
+    from tests import tools
+
+    for tool in tools.OF_DEPLOYMENTS:
+        tools.make(tool)
 
 
 # ── Official clients

