@@ -396,7 +396,7 @@ SERVE = (
         "blobs", optional(_bucket),
         "`s3://BUCKET/PREFIX`: where checkpoints, snapshots and large payloads are kept, if not in the data folder. "
         "Endpoint and credentials come from the usual variables (`AWS_ENDPOINT_URL`, `AWS_REGION`, "
-        "`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`).", "URL",
+        "`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`; or `AWS_SHARED_CREDENTIALS_FILE` for the keys).", "URL",
     ),
     Setting("blobs_cache_gb", number("gigabytes", 0.0), "Gigabytes of the bucket's files that are kept in the data "
             "folder too, beyond those in use. Only with `--blobs`.", "GB"),

@@ -76,6 +76,9 @@ def status(args: argparse.Namespace) -> None:
         for node in nodes
     ]
     output.write_table(("ID", "ADDRESS", "STATE", "RUNS", "QUEUED", "MODELS", "VERSION"), rows, ["RUNS", "QUEUED"])
+    versions = sorted({node.version for node in nodes if node.left_s > 0})
+    if len(versions) > 1:
+        output.remark(f"The nodes are of different releases ({', '.join(versions)}), as during an upgrade.")
 
 
 def drain(args: argparse.Namespace) -> int:

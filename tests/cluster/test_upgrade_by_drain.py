@@ -18,7 +18,7 @@ from tests.integration.service.test_cluster import train
 from tests.unit.store.postgres import PostgresServer
 from tinkex import __version__
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 OLD = "0.0.9"
 AS_OLD = f"""
 import tinkex._version
@@ -58,8 +58,7 @@ def status(cluster: Cluster, *words: str) -> dict[str, Any]:
     return {node["url"]: node for node in json.loads(done.stdout)["nodes"]}
 
 
-@pytest.mark.full
-def test_a_client_trains_on_while_its_nodes_are_replaced_one_by_one(cluster: Cluster, live: LiveServer) -> None:
+def test_a_client_trains_on_while_its_nodes_are_replaced_one_by_one(cluster: Cluster) -> None:
     """Two nodes of an older release; each is drained and stopped once a new one is there. The weights: to the bit."""
     old = [old_node(cluster), old_node(cluster)]
     front = cluster.front()
@@ -81,12 +80,12 @@ def test_a_client_trains_on_while_its_nodes_are_replaced_one_by_one(cluster: Clu
         assert leaving.url not in status(cluster)
 
     found = train(front.url, replace)
-    assert found == train(live.url, lambda step, run_id: None)
+    with LiveServer(cluster.folder / "single") as single:
+        assert found == train(single.url, lambda step, run_id: None)
     assert homes[0] in old, "the run was at home on an old node"
     assert {node["version"] for node in status(cluster).values()} == {__version__}
 
 
-@pytest.mark.full
 def test_servers_of_two_releases_hand_requests_to_each_other(cluster: Cluster) -> None:
     servers = [old_node(cluster), cluster.node()]
     cluster.wait()
@@ -95,6 +94,11 @@ def test_servers_of_two_releases_hand_requests_to_each_other(cluster: Cluster) -
         run.client = Raw(other)
         assert run.done("forward", forward_input=batch())["metrics"]["loss:sum"] > 0
     assert {node["version"] for node in status(cluster).values()} == {OLD, __version__}
+    command = [sys.executable, "-m", "tinkex", "cluster", "status", "--database-url-file", str(cluster.url_file)]
+    done = subprocess.run(
+        [*command, "--data-dir", str(cluster.folder / "cli")], capture_output=True, text=True, timeout=60
+    )
+    assert f"different releases ({OLD}, {__version__})" in done.stdout + done.stderr
 
 
 def test_a_front_without_nodes_says_so(cluster: Cluster) -> None:
