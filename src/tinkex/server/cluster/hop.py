@@ -177,6 +177,8 @@ class Hops:
             async with asyncio.timeout(CONNECT_S):
                 opening = asyncio.open_connection(parts.hostname, port, ssl=tls, limit=MAX_HEAD_BYTES)
                 return _Connection(*await opening)
+        except ssl.SSLEOFError:  # it is ending, or has too much to do
+            raise HopFailed("it closed the connection") from None
         except ssl.SSLError as error:
             raise HopUntrusted(refusal_reason(error)) from None
         except (OSError, TimeoutError) as error:

@@ -14,7 +14,7 @@ from tinkex.errors import ConfigError
 from tinkex.settings import ServeConfig
 
 HANDSHAKE_S = 10.0
-"""How long a handshake may take, on both sides. A connection counts against `--max-connections` after it only."""
+"""How long a node lets a handshake take. A connection counts against `--max-connections` after it only."""
 _MOST_ROUNDS = 10
 _REASONS = {
     9: "its certificate is not valid yet: compare the clocks",
@@ -64,7 +64,7 @@ def server_context(config: ServeConfig) -> ssl.SSLContext | None:
 def refusal_reason(error: ssl.SSLError) -> str:
     """Return why a handshake with another node failed, for a sentence that begins with that node."""
     if not isinstance(error, ssl.SSLCertVerificationError):
-        if error.reason in ("WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING", "HTTP_REQUEST"):
+        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
             return "it does not speak TLS on that port"
         return f"the TLS handshake failed ({error.reason or type(error).__name__})"
     other = f"its certificate is not from the cluster's CA ({error.verify_message})"
