@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import yaml
 import tinkex
 from tests import tools
 from tinkex.cli.parser import build_parser
+from tinkex.errors import ConfigError
 from tinkex.server.routes import health
+from tinkex.server.tls import certificates
 from tinkex.server.tls.contexts import server_context
 from tinkex.settings import SERVE, ServeConfig, check_cluster, resolve_serve
 from tinkex.settings.serve import BUCKET_VARIABLES, CREDENTIALS_FILE, bucket_access
@@ -169,6 +172,23 @@ def test_the_image_copies_and_installs_what_there_is() -> None:
     assert set(extras) <= project["project"]["optional-dependencies"].keys()
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == tinkex.__version__
+
+
+def test_the_certificate_that_the_readme_makes_is_for_the_names_that_the_chart_gives(tmp_path: Path) -> None:
+    text = (CHART / "templates" / "nodes.yaml").read_text()
+    [address] = re.findall(r"://(\$\(POD_NAME\).*):8642$", text, re.MULTILINE)
+    host = address.replace("$(POD_NAME)", "tinkex-nodes-0").replace("$(POD_NAMESPACE)", "default")
+    host = host.replace("{{ .Release.Name }}", "tinkex")
+    readme = (DEPLOY / "README.md").read_text()
+    [name] = re.findall(r"cluster cert certs --name '(.*)'", readme)
+    files = certificates.issue(tmp_path, certificates.open_authority(tmp_path), (name,), 1)
+    assert files.cert.name in readme and files.key.name in readme
+    node = ServeConfig(
+        node_url=f"https://{host}:8642", node_cert=files.cert, node_key=files.key, cluster_ca=tmp_path / "ca.crt"
+    )
+    assert server_context(node) is not None
+    with pytest.raises(ConfigError, match="for another name"):
+        server_context(replace(node, node_url=f"https://{host}.other:8642"))
 
 
 # ── Their own linters
