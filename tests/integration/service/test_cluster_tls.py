@@ -60,6 +60,17 @@ def test_a_front_reaches_a_node_with_tls_and_both_log_the_clients_trace(cluster:
     assert front.log().count(TRACE) == 2 and node.log().count(TRACE) == 1
 
 
+def test_small_requests_share_one_connection_to_the_node(cluster: Cluster) -> None:
+    """Each had a connection, and a handshake, of its own where the front reads no body: `get_info`, heartbeats."""
+    node, front = servers(cluster)
+    run = Raw(front).run(rank=2)
+    for _ in range(20):
+        assert Raw(front).post("get_info", {"model_id": run.id}).status == 200
+    # Fields of the kernel's table: number, local address, remote address, state (01: established).
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert 1 <= sum(row[2].endswith(f":{node.port:04X}") and row[3] == "01" for row in rows) <= 3
+
+
 def test_a_plain_request_to_the_port_of_a_node_gets_nothing(cluster: Cluster) -> None:
     node, _ = servers(cluster)
     connection = http.client.HTTPConnection(HOST, node.port, timeout=10)

@@ -24,7 +24,7 @@ from tinkex.server.cluster.switch import RETRY, Switch
 from tinkex.server.cluster.traces import TraceFilter, handing_on, serving, trace_in
 from tinkex.server.http.access import is_guarded, route_path
 from tinkex.server.http.errors import RequestRejected, error_response, json_response
-from tinkex.server.http.requests import ApiRequest
+from tinkex.server.http.requests import SMALL_BODY_BYTES, ApiRequest
 
 logger = logging.getLogger("tinkex.server")
 INTERNAL = "/internal"
@@ -126,8 +126,11 @@ class ClusterMiddleware:
         if concern.body is not None:
             body = concern.body
         elif request.method not in ("GET", "HEAD", "DELETE"):
-            body = request.pieces()
-            headers += [(name, value) for name, value in request.scope["headers"] if name == b"content-length"]
+            body, length = request.pieces(), request.headers.get("content-length", "")
+            if length.isdigit() and int(length) <= SMALL_BODY_BYTES:
+                body = b"".join([piece async for piece in body])  # it can be sent again, so on a kept connection
+            else:
+                headers += [(name, value) for name, value in request.scope["headers"] if name == b"content-length"]
         try:
             headers += [(HEADER, signature), (ORIGIN, _sent_origin(request.scope))]
             lives = partial(self._switch.lives, url)
