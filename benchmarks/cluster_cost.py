@@ -37,7 +37,8 @@ HOST, KEY = "127.0.0.1", "tml-bench"
 SMALL, LARGE, STEPS = 200, 12, 60
 """Small requests, requests of 5 MB and steps in a round, for each way."""
 LARGE_BYTES = 5_000_000
-TENANTS = 8
+TENANTS, STEPS_EACH, DATA = 8, 3, 4
+"""Tenants at once, steps of each in a round, and data of 128 tokens in a step."""
 MODEL = "smollm2-135m"
 PASS = tinkex.Datum(
     tinkex.ModelInput.from_ints(list(range(100, 228))), {"target_tokens": list(range(101, 229)), "weights": [1.0] * 128}
@@ -223,24 +224,25 @@ def tenants(folder: Path, rounds: int) -> list[str]:
         for number in range(rounds):
             found.append({name: [] for name in work})
             for name, trainers in _turned(work, number):
-                found[-1][name].append(seconds(lambda: list(pool.map(three_steps, trainers))))  # noqa: B023
+                found[-1][name].append(seconds(lambda: list(pool.map(some_steps, trainers))))  # noqa: B023
             say(f"tenants: round {number + 1} of {rounds}: {found[-1]}")
-    tokens = 3 * TENANTS * 4 * 128
+    tokens = STEPS_EACH * TENANTS * DATA * 128
     ratios = [times["one engine × two cores"][0] / times["two engines × one core"][0] for times in found]
     homes = " and ".join(str(spread.count(url)) for url in sorted(set(spread)))
-    about = f"{TENANTS} tenants at once, three steps each, forward_backward 4×128 and optim_step, {MODEL}."
+    work_of_one = f"{STEPS_EACH} steps each, forward_backward {DATA}×128 and optim_step"
+    about = f"{TENANTS} tenants at once, {work_of_one}, {MODEL}."
     lines = ["## Many tenants", "", f"{about} The nodes have {homes} of the runs.", "", "| | tokens/s |", "|---|---|"]
     lines += [f"| {name} | {_spread([tokens / times[name][0] for times in found], 0)} |" for name in work]
     return [*lines, "", f"Two engines against one: **{_spread(ratios, 2)} ×**.", "", load(), ""]
 
 
-def three_steps(trainer: tinkex.TrainingClient) -> None:
-    for _ in range(3):
+def some_steps(trainer: tinkex.TrainingClient) -> None:
+    for _ in range(STEPS_EACH):
         one_step(trainer)
 
 
 def one_step(trainer: tinkex.TrainingClient) -> None:
-    passed = trainer.forward_backward([PASS] * 4, "cross_entropy")
+    passed = trainer.forward_backward([PASS] * DATA, "cross_entropy")
     trainer.optim_step(tinkex.AdamParams(learning_rate=1e-4)).result(600)
     passed.result(600)
 
