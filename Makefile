@@ -116,6 +116,7 @@ bench: $(READY)  ## the client beside the official ones, the service beside the 
 	$(BIN)/python -m benchmarks.engine_memory
 	$(BIN)/python -m benchmarks.engine_sharing
 	$(BIN)/python -m benchmarks.engine_growth
+	$(BIN)/python -m benchmarks.cluster_cost
 	$(BIN)/python -m benchmarks.engine_profile
 	$(BIN)/python -m benchmarks.engine_peers
 

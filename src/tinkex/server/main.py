@@ -53,6 +53,8 @@ from tinkex.store.lock import FileLock
 from tinkex.store.store import Store
 
 if TYPE_CHECKING:
+    import ssl
+
     from tinkex.server.cluster.member import ClusterMember
 
 logger = logging.getLogger("tinkex.server")
@@ -79,6 +81,8 @@ MAX_SAMPLED_ADAPTERS = 1 << 30
 SAMPLED_ADAPTERS = "sampled-adapters"
 """In the data folder: links to the files of adapters that vLLM has loaded."""
 Progress = Callable[[str, int, int], None]
+Tls = tuple["ssl.SSLContext", float]
+"""What to serve with, and how many seconds a handshake may take."""
 OnReady = Callable[[bool, str], None]
 """Is told whether clients need a key, and the address."""
 
@@ -88,6 +92,8 @@ def serve(config: ServeConfig, *, on_ready: OnReady | None = None, progress: Pro
     with suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.enable()  # if the interpreter itself crashes, the log says where
     return_large_blocks()
+    check_cluster(config)
+    tls = None if config.node_cert is None else _tls_of(config)
     config = fit_connections(config, raise_file_limit())
     with listening(config) as sock, sparse_log():
         make_private(config)
@@ -102,7 +108,8 @@ def serve(config: ServeConfig, *, on_ready: OnReady | None = None, progress: Pro
                 names = () if config.no_engine else config.base_models
                 with nullcontext() if config.is_clustered else store.lease(address, config.data_dir) as lease:
                     models = [resolve(name, config.cache_dir, progress=progress) for name in names]
-                    asyncio.run(_run(config, models, store, lease, sock, on_ready and partial(on_ready, needs_key)))
+                    ready = on_ready and partial(on_ready, needs_key)
+                    asyncio.run(_run(config, models, store, lease, sock, tls, ready))
             finally:
                 store.close()
     return 0
@@ -122,7 +129,6 @@ def _open_store(config: ServeConfig) -> Store:
     """Open the store. Waits for a database that does not respond: it may be starting, as after a power cut."""
     kind = Store
     if config.is_clustered:
-        check_cluster(config)
         from tinkex.store.cluster.cluster_store import ClusterStore as kind
     bucket, cache_bytes = _open_bucket(config), int(config.blobs_cache_gb * 1e9)
     end = REAL.now() + DATABASE_WITHIN_S
@@ -254,6 +260,7 @@ async def _run(
     store: Store,
     lease: Lease | None,
     sock: socket.socket,
+    tls: Tls | None,
     on_ready: Callable[[str], None] | None,
 ) -> None:
     engine = _engine_of_front() if config.no_engine else _with_samplers(config, models, engine_for(config, models))
@@ -261,7 +268,7 @@ async def _run(
     service = build(config, models, store, engine)
     member = _member_of(service)
     inner = () if member is None else (member.middleware,)
-    server = _Server(make_app(service, *inner), service.ledger, config.max_connections)
+    server = _Server(make_app(service, *inner), service.ledger, config.max_connections, tls)
     stopping = asyncio.Event()
     _on_signals(stopping, server)
     if lease is not None:
@@ -332,6 +339,12 @@ def _engine_of_front() -> Engine:
     return engine_of_front()
 
 
+def _tls_of(config: ServeConfig) -> Tls | None:
+    from tinkex.server.cluster.member import tls_of
+
+    return tls_of(config)
+
+
 def _keep_interpreter_for_loop() -> None:
     """Make rare and short what takes the interpreter from the loop: garbage collections, and the turns of threads.
 
@@ -373,17 +386,19 @@ def address_of(config: ServeConfig, sock: socket.socket) -> str:
     if config.public_url:
         return config.public_url
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if config.node_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: this module stops it, after the work in progress is done."""
 
-    def __init__(self, app: Any, ledger: Ledger, max_connections: int) -> None:
+    def __init__(self, app: Any, ledger: Ledger, max_connections: int, tls: Tls | None) -> None:
+        self._tls, self._protocol = tls, protocol_class(ledger)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol_class(ledger),
+                http=self._protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -396,9 +411,24 @@ class _Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            self.servers = [await self._serve_tls(sock, *self._tls) for sock in sockets or []]
         for sock in sockets or []:
             sock.listen(WAITING_CONNECTIONS)  # asyncio has set it to the number that it accepts at once
+
+    async def _serve_tls(self, sock: socket.socket, context: ssl.SSLContext, handshake_s: float) -> asyncio.Server:
+        """Listen as uvicorn does, which gives a handshake a minute."""
+        parts = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        return await asyncio.get_running_loop().create_server(
+            partial(self._protocol, **parts),
+            sock=sock,
+            ssl=context,
+            ssl_handshake_timeout=handshake_s,
+            backlog=self.config.backlog,
+        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

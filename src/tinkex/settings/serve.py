@@ -43,6 +43,8 @@ BUCKET_VARIABLES = {
     "session_token": ("AWS_SESSION_TOKEN",),
 }
 """What obstore calls a setting of the bucket → its variables, the first that is set."""
+CREDENTIALS_FILE = "AWS_SHARED_CREDENTIALS_FILE"
+"""The variable that names a file with the keys, for example a secret that is mounted. obstore does not read it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,7 @@ class ServeConfig:
     data_dir: Path = field(default_factory=lambda: data_dir(os.environ))
     cache_dir: Path = field(default_factory=lambda: cache_dir(os.environ))
     database_url: str = field(default="", repr=False)  # may hold a password
+    database_url_file: Path | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     keys_file: Path | None = None
     device: str = "auto"
@@ -85,6 +88,9 @@ class ServeConfig:
     cluster_secret: str | None = field(default=None, repr=False)
     cluster_secret_file: Path | None = None
     node_lease_s: float = 15.0
+    node_cert: Path | None = None
+    node_key: Path | None = None
+    cluster_ca: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     # Limits: `settings/limits.py` says what each bounds.
     max_connections: int = 8192
@@ -136,11 +142,16 @@ def resolve_serve(environ: Mapping[str, str] | None = None, **arguments: Any) ->
     environ = os.environ if environ is None else environ
     check_names(arguments, [setting.name for setting in SERVE])
     merged: dict[str, Any] = {"data_dir": data_dir(environ), "cache_dir": cache_dir(environ)}
-    merged |= {name: sourced.value for name, sourced in gather(SERVE, "serve", environ, arguments).items()}
+    found = gather(SERVE, "serve", environ, arguments)
+    merged |= {name: sourced.value for name, sourced in found.items()}
     if merged.get("keys_file"):
         merged["api_keys"] = (*merged.get("api_keys", ()), *_keys_in(merged["keys_file"]))
     if merged.get("cluster_secret_file") and not merged.get("cluster_secret"):
         merged["cluster_secret"] = _secret_in(merged["cluster_secret_file"])
+    if (file := found.get("database_url_file")) is not None:
+        address = found.get("database_url")
+        if address is None or (file.source == "argument" and address.source != "argument"):
+            merged["database_url"] = _database_in(file.value)
     return ServeConfig(**merged)
 
 
@@ -156,12 +167,21 @@ def bucket_access(environ: Mapping[str, str] | None = None) -> dict[str, str]:
         value = next((environ[name].strip() for name in variables if environ.get(name, "").strip()), None)
         if value is not None:
             access[option] = value
+    if "access_key_id" not in access and (file := environ.get(CREDENTIALS_FILE, "").strip()):
+        access |= _credentials_in(Path(file).expanduser(), environ.get("AWS_PROFILE", "").strip() or "default")
     # S3-compatible services ignore the region, and obstore requires one.
     return {"region": "us-east-1", **access}
 
 
 def check_cluster(config: ServeConfig) -> None:
-    """Raise unless a server that shares its store with others has what that needs."""
+    """Raise unless a server that shares its store with others has what that needs, or is alone and set up so."""
+    if not config.is_clustered:
+        if config.node_cert or config.node_key or config.cluster_ca:
+            raise ConfigError(
+                "--node-cert, --node-key and --cluster-ca are for servers that share a database (--node-url, "
+                "--no-engine). This one would serve without TLS: put a proxy in front of it and set --public-url."
+            )
+        return
     flag = "--no-engine" if config.no_engine else "--node-url"
     if not config.database_url.startswith(("postgres:", "postgresql:", "postgresql+")):
         raise ConfigError(
@@ -173,6 +193,17 @@ def check_cluster(config: ServeConfig) -> None:
             f"{flag} needs a secret that all servers of the cluster share: set TINKEX_CLUSTER_SECRET, or name a file "
             f"with --cluster-secret-file. {SECRET_CHARACTERS} characters or more; `openssl rand -hex 32` makes one."
         )
+    if (config.node_cert is None) != (config.node_key is None):
+        given, missing = ("--node-cert", "--node-key") if config.node_cert else ("--node-key", "--node-cert")
+        raise ConfigError(f"{given} needs {missing} too: `tinkex cluster cert` writes both files.")
+    if config.node_cert is not None and config.node_url is None:
+        raise ConfigError(
+            "--node-cert is for nodes, which other servers reach at --node-url. A front is reached by clients: put a "
+            "proxy before it, with a certificate that they trust."
+        )
+    needs_tls = "--node-cert" if config.node_cert else "--cluster-ca" if config.cluster_ca else ""
+    if needs_tls and (config.node_url or "").startswith("http://"):
+        raise ConfigError(f"With {needs_tls} the --node-url must begin with https://, not {config.node_url!r}.")
 
 
 def check_keys(config: ServeConfig, *, has_stored_keys: bool) -> None:
@@ -249,6 +280,37 @@ def _secret_in(path: Path) -> str:
         raise ConfigError(f"The cluster's secret file {path} must hold {error}.") from None
 
 
+def _database_in(path: Path) -> str:
+    try:
+        return _database(path.read_text(encoding="utf-8").strip() or "-")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"The file with the database's address, {path}, cannot be read: {reason}.") from None
+    except ValueError as error:
+        raise ConfigError(f"The file {path} must hold {error}.") from None
+
+
+def _credentials_in(path: Path, profile: str) -> dict[str, str]:
+    """Read the keys of a bucket from a file as Amazon's tools write it."""
+    from configparser import ConfigParser, Error
+
+    names = {"access_key_id": "aws_access_key_id", "secret_access_key": "aws_secret_access_key"}
+    parser = ConfigParser(interpolation=None)
+    try:
+        parser.read_string(path.read_text(encoding="utf-8"))
+        keys = {option: parser[profile][name] for option, name in names.items()}
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"{CREDENTIALS_FILE} is {path}, which cannot be read: {reason}.") from None
+    except (Error, KeyError):  # a parser's message shows the line
+        raise ConfigError(
+            f"{CREDENTIALS_FILE} is {path}, which needs a section [{profile}] with aws_access_key_id and "
+            "aws_secret_access_key."
+        ) from None
+    token = parser[profile].get("aws_session_token")
+    return keys if token is None else {**keys, "session_token": token}
+
+
 def _secret(given: Any) -> str:
     secret = given.strip() if isinstance(given, str) else ""
     if len(secret) < SECRET_CHARACTERS:
@@ -316,6 +378,8 @@ SERVE = (
         "`sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`. Set it in the environment: others can read "
         "command lines.", "URL", is_secret=True,
     ),
+    Setting("database_url_file", optional(_path), "A file with the database's address, for example a mounted secret.",
+            "FILE"),
     Setting(
         "api_keys", _keys,
         "A key that clients must send, each a tenant of its own. Discouraged as a flag (others read command lines): "
@@ -350,7 +414,7 @@ SERVE = (
         "blobs", optional(_bucket),
         "`s3://BUCKET/PREFIX`: where checkpoints, snapshots and large payloads are kept, if not in the data folder. "
         "Endpoint and credentials come from the usual variables (`AWS_ENDPOINT_URL`, `AWS_REGION`, "
-        "`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`).", "URL",
+        "`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`; or `AWS_SHARED_CREDENTIALS_FILE` for the keys).", "URL",
     ),
     Setting("blobs_cache_gb", number("gigabytes", 0.0), "Gigabytes of the bucket's files that are kept in the data "
             "folder too, beyond those in use. Only with `--blobs`.", "GB"),
@@ -386,6 +450,11 @@ SERVE = (
             "FILE"),
     Setting("node_lease_s", number("seconds", 1), "Seconds without a sign of life after which other nodes take over "
             "a node's runs. The same for all nodes.", "S"),
+    Setting("node_cert", optional(_path), "Serve with TLS, with this certificate (PEM). `--node-url` begins with "
+            "https:// then. `tinkex cluster cert` makes one.", "FILE"),
+    Setting("node_key", optional(_path), "The private key of `--node-cert`.", "FILE"),
+    Setting("cluster_ca", optional(_path), "Hand requests only to nodes whose certificate is from this authority "
+            "(PEM), and to none without TLS. For nodes and fronts.", "FILE"),
     Setting("log_level", one_of("debug", "info", "warning", "error"), "`debug`, `info`, `warning` or `error`.",
             "LEVEL"),
     *(limit.setting for limit in LIMITS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.unit.store.postgres import PostgresServer
 LEASE_S = 3.0
 STEP = {"learning_rate": 0.01}
 SECRET = "0123456789abcdef" * 4
+PASSWORD = "a-password-of-the-database"
 
 
 class Node(LiveServer):
@@ -27,29 +29,41 @@ class Node(LiveServer):
         name: str,
         *flags: str,
         is_front: bool = False,
-        models: tuple[str, ...] = ("tinkex/tiny",),
+        models: tuple[str, ...] | None = None,
     ) -> None:
         folder = cluster.folder / (name if is_front or "--blobs" in flags else "shared")
-        models = () if is_front else models
-        common = ("--database-url", cluster.url, "--cluster-secret-file", str(cluster.secret_file))
+        models = () if is_front else models or cluster.models
+        common = ("--database-url-file", str(cluster.url_file), "--cluster-secret-file", str(cluster.secret_file))
         super().__init__(folder, *common, "--node-lease-s", str(LEASE_S), *flags, models=models)
+        if cluster.certs is not None:
+            self._words += ["--cluster-ca", str(cluster.certs / "ca.crt")]
+        if cluster.certs is not None and not is_front:
+            self.url = self.url.replace("http://", "https://")
+            self._words += ["--node-cert", str(cluster.certs / "127.0.0.1.crt")]
+            self._words += ["--node-key", str(cluster.certs / "127.0.0.1.key")]
+            self.tls = ssl.create_default_context(cafile=cluster.certs / "ca.crt")
         self._words += ["--no-engine"] if is_front else ["--node-url", self.url]
         self._log = cluster.folder / f"{name}.log"
 
 
 class Cluster:
-    """A schema of a PostgreSQL, and the servers that share it."""
+    """A schema of a PostgreSQL, and the servers that share it; with TLS between them if there are certificates."""
 
-    def __init__(self, postgres: PostgresServer, folder: Path) -> None:
+    models: tuple[str, ...] = ("tinkex/tiny",)
+
+    def __init__(self, postgres: PostgresServer, folder: Path, certs: Path | None = None) -> None:
+        self.certs = certs
         self.folder, name = folder, f"cluster_{abs(hash(folder)) % 10**9}"
         with psycopg.connect(postgres.url(), autocommit=True) as connection:
             connection.execute(f"CREATE SCHEMA {quote(name)}")
-        self.url = postgres.url(name)
-        self.secret_file = folder / "secret"
+        # The password is there to be looked for: this PostgreSQL asks for none.
+        self.url = postgres.url(name).replace("postgres@", f"postgres:{PASSWORD}@")
+        self.url_file, self.secret_file = folder / "url", folder / "secret"
+        self.url_file.write_text(f"{self.url}\n")
         self.secret_file.write_text(f"{SECRET}\n")
         self.servers: list[Node] = []
 
-    def node(self, *flags: str, models: tuple[str, ...] = ("tinkex/tiny",)) -> Node:
+    def node(self, *flags: str, models: tuple[str, ...] | None = None) -> Node:
         return self._add(Node(self, f"node{len(self.servers)}", *flags, models=models))
 
     def front(self, *flags: str) -> Node:

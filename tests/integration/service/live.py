@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ class LiveServer:
         if max_files is not None:
             self._words = ["sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *self._words]
         self.process: subprocess.Popen[bytes] | None = None
+        self.tls: ssl.SSLContext | None = None
 
     def start(self, *, wait_s: float = 120.0) -> None:
         with self._log.open("ab") as log:
@@ -71,7 +73,7 @@ class LiveServer:
 
     def is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=2) as answer:
+            with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=2, context=self.tls) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False

@@ -88,7 +88,9 @@ from tinkex.server.main import serve
 from tinkex.settings import ServeConfig
 
 def on_ready(needs_key, address):
-    print(*(name for name in sys.modules if "cluster" in name and "tinkex" in name), "tinkex.server.main", flush=True)
+    ours = [name for name in sys.modules if name.startswith("tinkex")]
+    loaded = [name for name in ours if "cluster" in name or ".tls" in name or name == "tinkex.server.main"]
+    print(*loaded, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 config = ServeConfig(data_dir=sys.argv[1], cache_dir=sys.argv[2], port=0, base_models=("tinkex/tiny",))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("docs", "tests", "examples", "benchmarks", "scripts", "src")
+FOLDERS = ("deploy", "docs", "tests", "examples", "benchmarks", "scripts", "src")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))

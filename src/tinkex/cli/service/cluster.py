@@ -1,8 +1,9 @@
-"""`tinkex cluster`: shows the servers that share a database, and drains one before it is stopped."""
+"""`tinkex cluster`: shows the servers that share a database, drains one before it is stopped, makes certificates."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.cli.parser import CommandParser
@@ -24,6 +25,12 @@ MORE_DRAIN = """\
 The node takes no more runs, and gives up those it has: each is saved and goes on at another node
 with its next request. Clients notice nothing but a short wait. When no run is left the node can be
 stopped. Samples that it is drawing are asked for again if it stops before they are done."""
+MORE_CERT = """\
+For TLS between the servers. DIR gets an authority (ca.crt, ca.key) unless it has one, and for every
+--name a certificate with its key, HOST.crt and HOST.key; those that are there are replaced. A node is
+started with --node-cert HOST.crt, --node-key HOST.key and --cluster-ca ca.crt, a front with
+--cluster-ca ca.crt alone. HOST is the host of the node's --node-url; a node with several has them
+with commas between. Keep ca.key where no server is: with it anybody can be a node."""
 LOOK_S = 0.5
 OUTSIDE = "the cluster's database"
 
@@ -41,6 +48,15 @@ def add(parser: CommandParser, about: str) -> None:
     drained.add_argument("--undo", action="store_true", help="let the node take runs again")
     drained.add_argument(
         "--wait-s", metavar="S", type=float, default=120.0, help="seconds to wait for its last run (default: 120)"
+    )
+    made = group.add_command(
+        "cert", cert, "make certificates for TLS between the servers",
+        "tinkex cluster cert certs --name node1.internal --name node2.internal,10.0.0.6", more=MORE_CERT,
+    )  # fmt: skip
+    made.add_argument("folder", metavar="DIR", type=Path, help="where the authority is, or is to be")
+    made.add_argument("--name", metavar="HOST", action="append", default=[], help="a node; may be repeated")
+    made.add_argument(
+        "--days", metavar="N", type=int, default=730, help="how long a certificate is valid (default: 730)"
     )
     for command in (shown, drained):
         add_flags(command.add_argument_group(OUTSIDE), LOCATION)
@@ -60,6 +76,9 @@ def status(args: argparse.Namespace) -> None:
         for node in nodes
     ]
     output.write_table(("ID", "ADDRESS", "STATE", "RUNS", "QUEUED", "MODELS", "VERSION"), rows, ["RUNS", "QUEUED"])
+    versions = sorted({node.version for node in nodes if node.left_s > 0})
+    if len(versions) > 1:
+        output.remark(f"The nodes are of different releases ({', '.join(versions)}), as during an upgrade.")
 
 
 def drain(args: argparse.Namespace) -> int:
@@ -78,6 +97,40 @@ def drain(args: argparse.Namespace) -> int:
             REAL.pause(LOOK_S)
     output.remark(f"{node.url} has no runs any more. Stop it with SIGTERM, or let it take runs again with --undo.")
     return 0
+
+
+def cert(args: argparse.Namespace) -> None:
+    try:
+        from tinkex.server.tls import certificates
+    except ImportError:
+        raise ConfigError(
+            "Making certificates needs the package cryptography: pip install 'tinkex[cluster]'. Those that openssl or "
+            "another authority makes will do, too: a server reads PEM files."
+        ) from None
+    if not 1 <= args.days <= certificates.CA_DAYS:
+        raise ValidationError(f"--days must be from 1 to {certificates.CA_DAYS}.")
+    nodes = [certificates.checked_names(text) for text in args.name]
+    if len({names[0] for names in nodes}) < len(nodes):
+        raise ValidationError("A --name is given twice.")
+    authority = certificates.open_authority(args.folder)
+    for names in nodes:
+        file = args.folder / f"{certificates.stem_of(names)}.crt"
+        if file.exists() and not certificates.is_from(file, authority):
+            raise ConfigError(f"{file} is not from the CA in {args.folder}: it is not replaced. Remove it first.")
+    made = [certificates.issue(args.folder, authority, names, args.days) for names in nodes]
+    if args.output == "json":
+        rows = [
+            {"names": list(one.names), "cert": str(one.cert), "key": str(one.key), "until": one.until.isoformat()}
+            for one in made
+        ]
+        output.write_json({"ca": str(args.folder / certificates.CA_CERT), "is_new": authority.is_new, "nodes": rows})
+        return
+    if authority.is_new:
+        output.remark(f"Made an authority. Keep {args.folder / certificates.CA_KEY} where no server is.")
+    if made:
+        shown = [(", ".join(one.names), str(one.cert), str(one.key), f"{one.until:%Y-%m-%d}") for one in made]
+        output.write_table(("NAMES", "CERTIFICATE", "KEY", "VALID UNTIL"), shown)
+    output.remark(f"All servers need {args.folder / certificates.CA_CERT} (--cluster-ca).")
 
 
 def _open(config: ServeConfig) -> ClusterStore:

@@ -16,7 +16,7 @@ from tinkex.settings import SERVE, ServeConfig, Setting, bucket_access, resolve_
 if TYPE_CHECKING:
     from tinkex.store.store import Store
 
-LOCATION = ("data_dir", "database_url")
+LOCATION = ("data_dir", "database_url", "database_url_file")
 WORK = "Reading a service's data"
 
 

@@ -20,13 +20,16 @@ GROUPS = {
     "network": ("host", "port", "public_url"),
     "access": ("api_keys", "keys_file"),
     "storage": (
-        "data_dir", "database_url", "blobs", "blobs_cache_gb", "durability", "snapshot_every_s", "result_ttl_s",
+        "data_dir", "database_url", "database_url_file", "blobs", "blobs_cache_gb", "durability", "snapshot_every_s",
+        "result_ttl_s",
     ),
     "capacity and times": (
         "max_batch_tokens", "max_rows", "max_cache_tokens", "poll_hold_s", "gap_s", "idle_session_s", "drain_s",
     ),
     # Not the secret itself: others can read command lines.
-    "cluster": ("node_url", "no_engine", "cluster_secret_file", "node_lease_s"),
+    "cluster": (
+        "node_url", "no_engine", "cluster_secret_file", "node_lease_s", "node_cert", "node_key", "cluster_ca",
+    ),
     "limits": tuple(limit.setting.name for limit in LIMITS),
     "logging": ("log_level",),
 }  # fmt: skip
@@ -38,7 +41,13 @@ are required (`tinkex key create NAME`). If it is stopped at any moment, even by
 continues where it was when it is started again with the same data folder.
 
 Every flag can also be set in the environment (the name in brackets), or in the table [serve] of
-tinkex.toml. A client needs TINKER_BASE_URL and, if there are keys, TINKER_API_KEY. While the
+tinkex.toml. No secret needs to be on the command line, where other users can read it: keys are made
+with `tinkex key create` or listed in a --keys-file, the database's address with its password is in
+TINKEX_DATABASE_URL or a --database-url-file, the secret of a cluster in TINKEX_CLUSTER_SECRET or a
+--cluster-secret-file, the keys of a bucket in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or in the
+file that AWS_SHARED_CREDENTIALS_FILE names.
+
+A client needs TINKER_BASE_URL and, if there are keys, TINKER_API_KEY. While the
 service is running, `tinkex console` shows it in the browser and `tinkex chat` uses its models."""
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from tinkex.clock import Clock
+from tinkex.server.tls.contexts import refusal_reason
 
 CONNECT_S = 3.0
 SEND_S = 60.0
@@ -39,6 +40,10 @@ OF_CONNECTION = frozenset(
 
 class HopFailed(Exception):
     """The other node did not respond, or not to the end."""
+
+
+class HopUntrusted(HopFailed):
+    """What responds at the other node's address is not that node, as far as its certificate tells."""
 
 
 @dataclass(slots=True)
@@ -115,10 +120,14 @@ class HopResponse:
 class Hops:
     """The connections of this server to other nodes."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` has the CA of the cluster: then nothing is sent without TLS, whatever address a node has given.
+
+        Without it nodes at https:// addresses are verified with what the machine trusts.
+        """
         self._clock = clock
         self._idle: dict[str, list[_Connection]] = {}
-        self._tls: ssl.SSLContext | None = None
+        self._tls, self._must_encrypt = tls, tls is not None
 
     async def send(
         self, url: str, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes], lives: Lives
@@ -158,13 +167,20 @@ class Hops:
 
     async def _connect(self, url: str) -> _Connection:
         parts = urlsplit(url)
+        if parts.scheme != "https" and self._must_encrypt:
+            raise HopUntrusted("its address begins with http://, and this cluster encrypts (--cluster-ca)")
         if parts.scheme == "https" and self._tls is None:
             self._tls = ssl.create_default_context()
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        tls = self._tls if parts.scheme == "https" else None
+        port = parts.port or (443 if tls else 80)
         try:
             async with asyncio.timeout(CONNECT_S):
-                tls = self._tls if parts.scheme == "https" else None
-                return _Connection(*await asyncio.open_connection(parts.hostname, port, ssl=tls, limit=MAX_HEAD_BYTES))
+                opening = asyncio.open_connection(parts.hostname, port, ssl=tls, limit=MAX_HEAD_BYTES)
+                return _Connection(*await opening)
+        except ssl.SSLEOFError:  # it is ending, or has too much to do
+            raise HopFailed("it closed the connection") from None
+        except ssl.SSLError as error:
+            raise HopUntrusted(refusal_reason(error)) from None
         except (OSError, TimeoutError) as error:
             raise HopFailed(f"it cannot be reached ({type(error).__name__})") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from uuid import uuid4
 
@@ -21,6 +22,8 @@ from tinkex.server.cluster.signature import Signer
 from tinkex.server.cluster.switch import Switch
 from tinkex.server.sampling.sample_queue import PREFIX as SAMPLE_PREFIX
 from tinkex.server.service import Service
+from tinkex.server.tls.contexts import HANDSHAKE_S, client_context, server_context
+from tinkex.settings import ServeConfig
 from tinkex.store.cluster.cluster_store import ClusterStore
 from tinkex.store.errors import HomeLost, Unavailable
 from tinkex.store.records import Home
@@ -39,6 +42,12 @@ def engine_of_front() -> Engine:
     return NoEngine()
 
 
+def tls_of(config: ServeConfig) -> tuple[ssl.SSLContext, float] | None:
+    """Return what a node with a certificate serves with, and how long a handshake may take. Raises ConfigError."""
+    context = server_context(config)
+    return None if context is None else (context, HANDSHAKE_S)
+
+
 class ClusterMember:
     """Built around a service before it serves. `join` before its first request, `leave` after its last."""
 
@@ -55,7 +64,8 @@ class ClusterMember:
         self._counters = ClusterCounters(service.metrics.registry, config.node_url or "front")
         self.homes = Homes(self.node, clock, service.store, service.db, self._counters, worker.forget)
         worker.homes = self.homes
-        self._hops, self._peers = Hops(clock), Peers(clock, service.store, service.db)
+        self._hops = Hops(clock, None if config.cluster_ca is None else client_context(config))
+        self._peers = Peers(clock, service.store, service.db)
         self._switch = Switch(service, self.node, self.homes, self._peers)
         self._signer = Signer(config.cluster_secret)
         self._idle: set[Home] = set()

@@ -6,6 +6,7 @@ Between nodes a request goes to `/internal/…` with the tenant signed, so that 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
 
@@ -16,14 +17,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkex.server.cluster.counters import ClusterCounters
 from tinkex.server.cluster.homes import Homes
-from tinkex.server.cluster.hop import OF_CONNECTION, HopFailed, HopResponse, Hops
+from tinkex.server.cluster.hop import OF_CONNECTION, Headers, HopFailed, HopResponse, Hops, HopUntrusted
 from tinkex.server.cluster.routing import ON_RESULTS, Concern, concern_of
 from tinkex.server.cluster.signature import HEADER, Signer
 from tinkex.server.cluster.switch import RETRY, Switch
+from tinkex.server.cluster.traces import TraceFilter, handing_on, serving, trace_in
 from tinkex.server.http.access import is_guarded, route_path
 from tinkex.server.http.errors import RequestRejected, error_response, json_response
-from tinkex.server.http.requests import ApiRequest
+from tinkex.server.http.requests import SMALL_BODY_BYTES, ApiRequest
 
+logger = logging.getLogger("tinkex.server")
 INTERNAL = "/internal"
 SHARED = ("/api/v1/", "/v1/", "/oai/api/v1/")
 """Paths that another node may serve. Pages, metrics and health are each server's own."""
@@ -33,8 +36,13 @@ ORIGIN = b"x-tinkex-origin"
 NOT_SENT = OF_CONNECTION | {b"host", b"content-length", b"x-api-key", b"authorization", b"expect", HEADER, ORIGIN}
 POLL_DELAY_S = 1.0
 """How long to hold a poll whose node does not respond: official clients ask again at once."""
+LOG_EVERY_S = 60.0
 MAX_NOTED_BYTES = 4096
 """Responses up to this size are read for the id of an operation that was accepted."""
+
+
+_TRACES = TraceFilter()
+"""One for the process: a logger that has it already does not add it again."""
 
 
 class ClusterMiddleware:
@@ -45,10 +53,19 @@ class ClusterMiddleware:
     ) -> None:
         self._app, self._switch, self._hops, self._signer = app, switch, hops, signer
         self._counters, self._homes = counters, homes
+        self._logged_at: dict[str, float] = {}
+        """Address of a node that is not trusted → when that was logged."""
+        logger.addFilter(_TRACES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        if not (trace := trace_in(scope["headers"])):
+            return await self._serve(scope, receive, send)
+        with serving(scope, trace, route_path(scope).removeprefix(INTERNAL)):
+            return await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, path = ApiRequest(scope, receive), route_path(scope)
         try:
             is_hop = path == INTERNAL or path.startswith(f"{INTERNAL}/")
@@ -65,7 +82,8 @@ class ClusterMiddleware:
             if url and is_hop:  # its home changed while it was under way
                 await self._respond_moved(request, path, concern, send)
             elif url:
-                await self._forward(request, path, concern, url, tenant, send)
+                with handing_on(scope["headers"], url) as headers:
+                    await self._forward(request, path, concern, url, tenant, headers, send)
             else:
                 request.give_back_body()
                 await self._app(*_with_body(scope, receive, concern.body), send)
@@ -90,19 +108,29 @@ class ClusterMiddleware:
         return inner_scope, inner
 
     async def _forward(
-        self, request: ApiRequest, path: str, concern: Concern, url: str, tenant: str | None, send: Send
+        self,
+        request: ApiRequest,
+        path: str,
+        concern: Concern,
+        url: str,
+        tenant: str | None,
+        sent: Headers,
+        send: Send,
     ) -> None:
         target = INTERNAL.encode() + _target(request.scope)
         signature = self._signer.sign(tenant, request.method, target, request.service.clock.wall())
         is_read = concern.body is not None
         left_out = NOT_SENT | {b"content-encoding"} if is_read else NOT_SENT
-        headers = [(name, value) for name, value in request.scope["headers"] if name not in left_out]
+        headers = [(name, value) for name, value in sent if name not in left_out]
         body: bytes | AsyncIterator[bytes] = b""
         if concern.body is not None:
             body = concern.body
         elif request.method not in ("GET", "HEAD", "DELETE"):
-            body = request.pieces()
-            headers += [(name, value) for name, value in request.scope["headers"] if name == b"content-length"]
+            body, length = request.pieces(), request.headers.get("content-length", "")
+            if length.isdigit() and int(length) <= SMALL_BODY_BYTES:
+                body = b"".join([piece async for piece in body])  # it can be sent again, so on a kept connection
+            else:
+                headers += [(name, value) for name, value in request.scope["headers"] if name == b"content-length"]
         try:
             headers += [(HEADER, signature), (ORIGIN, _sent_origin(request.scope))]
             lives = partial(self._switch.lives, url)
@@ -154,7 +182,16 @@ class ClusterMiddleware:
         self, request: ApiRequest, path: str, url: str, error: HopFailed, send: Send
     ) -> None:
         reason = f"The server that has this, {url}, does not respond: {error}. Another one takes over within seconds."
+        if isinstance(error, HopUntrusted):
+            reason = f"The server that has this, {url}, is not trusted: {error}. Tell whoever runs this service."
+            self._log_untrusted(url, error, request.service.clock.now())
         await self._respond_later(request, path, reason, "node_unreachable", send)
+
+    def _log_untrusted(self, url: str, error: HopUntrusted, now: float) -> None:
+        """Log it, once a minute: clients ask again every second."""
+        if now - self._logged_at.get(url, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._logged_at[url] = now
+            logger.error("no request is handed to %s: %s", url, error)
 
     async def _respond_moved(self, request: ApiRequest, path: str, concern: Concern, send: Send) -> None:
         reason = f"{concern.name or 'What this is about'} has just moved to another server. Send the request again."

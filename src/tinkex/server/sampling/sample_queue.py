@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -97,6 +98,8 @@ class SampleJob:
     sink: Callable[[SampleEvent | Exception], None]
     task: asyncio.Task[int | None] | None = None
     is_cancelled: bool = False
+    context: Context | None = field(default_factory=copy_context)
+    """The context of its request, until it has ended: jobs are started by whatever ends before them."""
 
     @property
     def size_bytes(self) -> int:
@@ -417,7 +420,7 @@ class Sampling:
             self._dequeue(job)
             self.running += job.spec.num_samples
             self._running_of[tenant] = self._running_of.get(tenant, 0) + self._rows(job)
-            job.task = asyncio.create_task(self._sample(job))
+            job.task = asyncio.create_task(self._sample(job), context=job.context)
             self._tasks.add(job.task)
             job.task.add_done_callback(partial(self._ended, job))
 
@@ -428,7 +431,7 @@ class Sampling:
     def _ended(self, job: SampleJob, task: asyncio.Task[int | None]) -> None:
         """Not in the task's own `finally`: a task that is cancelled before its first step never gets there."""
         self._tasks.discard(task)
-        job.task = None  # the result is kept for a while; a task would keep its frame and its context with it
+        job.task = job.context = None  # the result is kept for a while; a task would keep its frame with it
         self.running -= job.spec.num_samples
         self._running_of[job.tenant] -= self._rows(job)
         if not self._running_of[job.tenant]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, TypeGuard
 from uuid import uuid4
@@ -180,7 +181,7 @@ class Intake:
             return
         if not self._worker.knows(queue):  # another server has the run by now, and finds the operation in the journal
             return
-        pending = PendingOperation(row, self._clock.now(), size)
+        pending = PendingOperation(row, self._clock.now(), size, context=copy_context())
         if command is not None:
             self._worker.queued_work.keep(pending, command)
         queue.add(pending)

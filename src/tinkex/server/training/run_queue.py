@@ -6,6 +6,7 @@ operations, and which numbers came in. It does no I/O.
 
 from __future__ import annotations
 
+from contextvars import Context
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ class PendingOperation:
     """The encoded frame for the engine, if it is kept in memory; otherwise it is read from the journal."""
     kept_bytes: int = 0
     engine_deaths: int = 0
+    context: Context | None = None
+    """The context of the request that brought it: what is logged about it has the request's trace."""
     waits_for: str = ""
     """What it waits for outside of its queue, if it does: a bucket that does not respond."""
 

@@ -260,7 +260,7 @@ class Worker:
             queue = self._queues[row.run_id]
             queue.start(pending)
             self._shares.charge(row.tenant, row.cost_tokens)
-            task = asyncio.create_task(self._run(queue, pending))
+            task = asyncio.create_task(self._run(queue, pending), context=pending.context)
             self._tasks[task] = row.run_id
             task.add_done_callback(self._finished)
         return look_again
