@@ -264,7 +264,7 @@ def test_what_needs_a_model_goes_to_a_node_that_has_it(cluster: Cluster) -> None
         run_id = client.done("create_model", {**session, "base_model": OTHER})["model_id"]
         assert cluster.home_of(run_id) is home
         unknown = client.post("/v1/completions", {"model": "nobodys", "prompt": "x"})
-        assert unknown.status == 400 and "not served" in unknown.json["error"]["message"]
+        assert unknown.status == 404 and "not served" in unknown.json["error"]["message"]
     assert near.url != home.url
 
 
@@ -282,9 +282,11 @@ def test_every_server_reports_all_nodes_and_the_home_of_a_run(cluster: Cluster) 
 
 def test_the_metrics_of_any_server_have_each_node_and_their_sum(cluster: Cluster) -> None:
     Raw(nodes(cluster)[0], ALICE).run(rank=2)
-    time.sleep(2 * 5.0)  # each server looks every five seconds
     for server in (fronts(cluster)[0], nodes(cluster)[1]):
-        page = Raw(server, ALICE).get("/metrics").content.decode()
+        end = time.monotonic() + 30
+        while "tinkex_cluster_home_runs 0.0" in (page := Raw(server, ALICE).get("/metrics").content.decode()):
+            assert time.monotonic() < end, "each server looks every five seconds"
+            time.sleep(0.1)
         lags = [float(one) for one in re.findall(r'^tinkex_node_lag_seconds\{node="http://[^"]+"\} (\S+)$', page, re.M)]
         assert len(lags) == 2 and all(0 <= lag < LEASE_S + 5 for lag in lags)
         runs = [float(one) for one in re.findall(r'^tinkex_node_home_runs\{node="[^"]+"\} (\S+)$', page, re.M)]
@@ -333,7 +335,7 @@ def test_a_run_whose_model_no_node_may_have_waits_and_says_for_what(cluster: Clu
         for server in cluster.servers:
             waiting = Raw(server, ALICE).post("retrieve_future", {"request_id": request_id})
             assert (waiting.status, waiting.json["queue_state"]) == (408, "paused_capacity"), waiting.content
-            assert waiting.json["queue_state_reason"].endswith(f"{OTHER}: 1 engine draining")
+            assert waiting.json["queue_state_reason"].count(f"{OTHER}: 1 engine draining") == 1
             assert Raw(server, BOB).post("retrieve_future", {"request_id": request_id}).status == 404
     finally:
         with psycopg.connect(cluster.url) as connection:

@@ -152,7 +152,7 @@ class ClusterGauges(Collector):
             "Time since the node renewed its lease.",
             {url: max(self._lease_s - node.left_s + age_s, 0.0) for url, node in nodes.items()},
         )
-        living = {url: node for url, node in nodes.items() if node.left_s > age_s}
+        living = {url: node for url, node in nodes.items() if node.left_s > 0}
         for noun, about, value in SUMMED:
             values = {url: float(value(node)) for url, node in living.items()}
             yield self._by_node(f"tinkex_node_{noun}", f"{about} of the node.", values)

@@ -47,7 +47,8 @@ class Switch:
             case "run" if concern.is_read:
                 return await self._homes.find(concern.name) or await self._any()
             case "run":
-                return await self._home(tenant, concern.name)
+                url = await self._home(tenant, concern.name)
+                return await self._any() if url is None else url
             case "new_run":
                 model = await self._model_of_new(tenant, concern)
                 url = None if model is None else await self._homes.find(concern.name, model)
@@ -77,13 +78,13 @@ class Switch:
         if len(self._runs) > MOST_OPERATIONS:
             self._runs.popitem(last=False)
 
-    async def _home(self, tenant: str | None, run_id: str) -> str:
-        """Return where a run is at home. One that does not exist is any node's to reject. Raises NoNodeForRun."""
+    async def _home(self, tenant: str | None, run_id: str) -> str | None:
+        """Return where a run is at home; None if the tenant has no such run. Raises NoNodeForRun."""
         if (url := await self._homes.find(run_id, "")) is not None:
             return url
         run = await self._service.db(self._service.store.get_run, run_id)
         if run is None or run.tenant != tenant:
-            return await self._any()
+            return None
         engines = engines_text([node for node in await self._peers.living() if node.serves(run.base_model)])
         raise NoNodeForRun(f"{run_id} waits for an engine with {run.base_model}: {engines}")
 
@@ -109,6 +110,8 @@ class Switch:
             run_id = row.run_id
             self.remember(request_id, run_id)
         url = await self._home(tenant, run_id)
+        if url is None:
+            return await self._any()
         if not url and self._node is not None:
             await service.worker.run_queue(run_id)  # the operation waits here from now on
         return url

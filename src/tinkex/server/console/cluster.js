@@ -12,7 +12,7 @@ export function clusterPage(main) {
   const list = h(
     "div",
     { class: "card table", hidden: true },
-    table(["Node", "State", ">Runs", ">Operations", ">Samples", ">Lease left", "Models", "Version"], rows),
+    table(["Node", "State", ">Runs", ">Operations", ">Samples", ">Lease left", "Models"], rows),
   );
   const about = h(
     "p",
@@ -21,10 +21,10 @@ export function clusterPage(main) {
     "and others take over its runs.",
   );
   main.append(heading("Cluster"), told, list, about);
-  return onState((state) => {
-    setText(told, summary(state.nodes));
-    list.hidden = about.hidden = state.nodes.length === 0;
-    keyed(rows, state.nodes, (node) => node.id, makeRow);
+  return onState(({ nodes = [] }) => {
+    setText(told, summary(nodes));
+    list.hidden = about.hidden = nodes.length === 0;
+    keyed(rows, nodes, (node) => node.id, makeRow);
   });
 }
 
@@ -39,32 +39,30 @@ function summary(nodes) {
 
 function makeRow(first) {
   const state = h("span", { class: "state" });
-  const [runs, operations, samples, left, version] = Array.from({ length: 5 }, () => h("span", { class: "num" }));
+  const [runs, operations, samples, left] = Array.from({ length: 4 }, () => h("span", { class: "num" }));
   const models = h("span");
   const made = row(
     cell(
       "",
       "lead",
       h("span", { class: "strong" }, first.url),
-      h("span", { class: "muted id" }, first.is_this ? `${first.id} · this server` : first.id),
+      h("span", { class: "muted id" }, [first.id, first.version, first.is_this && "this server"].filter(Boolean).join(" · ")),
     ),
     cell("State", "", state),
     cell("Runs", "right", runs),
     cell("Operations", "right", operations),
     cell("Samples", "right", samples),
     cell("Lease left", "right", left),
-    cell("Models", "", models),
-    cell("Version", "", version),
+    cell("Models", "wide", models),
   );
   made.update = (now) => {
     state.classList.toggle("is-active", now.state === "busy");
     setText(state, now.state);
-    setText(runs, now.busy_runs > 0 ? `${count(now.runs)} (${count(now.busy_runs)} busy)` : count(now.runs));
+    setText(runs, now.busy_runs > 0 ? `${count(now.busy_runs)} of ${count(now.runs)} busy` : count(now.runs));
     setText(operations, count(now.queued_operations));
     setText(samples, count(now.samples));
     setText(left, now.lease_left_s > 0 ? duration(now.lease_left_s) : `ended ${duration(-now.lease_left_s)} ago`);
     setText(models, now.models.join(", "));
-    setText(version, now.version);
   };
   return made;
 }
