@@ -296,7 +296,7 @@ class Simulation:
         if engine.life != life or not engine.lives:
             return
         busy = sum(run.operation is not None for run in engine.runs.values())
-        facts = replace(engine.row.facts, busy=busy, operations=busy)
+        facts = replace(engine.row.facts, busy=busy, operations=busy, runs=len(engine.runs))
         engine.row = replace(engine.row, load=busy, facts=facts, left_s=self.now + LEASE_S)
         self._after(LEASE_S / RENEWALS, self._renew, engine, life)
 
@@ -535,8 +535,8 @@ def _page(given: argparse.Namespace, rows: list[str]) -> str:
             f"micro-batch of {BUDGET:,}. Each fails about every {FAILS_EVERY_S / 60:.0f} minutes, is away for "
             f"{DOWN_S:.0f} s and loads for {STARTING_S:.0f} s; its runs are claimed when its lease of {LEASE_S:.0f} s "
             "has run out. A quarter more engines come for the middle third of the time and are drained then.",
-            "* **Policies.** *Ours* is `server/cluster/placement`: the fewest runs, and a node with far more than the "
-            "others gives some up. *Two random choices*: the one with fewer runs. *First come*: in turn, and an engine "
+            "* **Policies.** *Ours* is `server/cluster/placement`: the fewest runs, those that train now or have just "
+            "come three times; and a node with far more runs than the others gives some up. *Two random choices*: the one with fewer runs. *First come*: in turn, and an engine "
             "serves operations in the order of arrival; all others share an engine by `Shares` and equal parts of a "
             "micro-batch.",
             f"* **Figures**: medians over {given.seeds} seeds, in parentheses the worst seed. *Wait*: of an operation "

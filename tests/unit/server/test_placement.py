@@ -39,6 +39,19 @@ def test_a_run_goes_to_the_node_with_the_fewest() -> None:
     assert chosen(node("a", runs=3), node("b", runs=2, operations=50), node("c", runs=4)) == "b"
 
 
+def test_runs_that_train_or_have_just_come_count_more_than_idle_ones() -> None:
+    """A node that has come back would get every run of a burst, until it has as many as the others."""
+
+    def told(name: str, runs: int, busy: int, before: int) -> NodeRecord:
+        return replace(node(name, runs=runs), facts=NodeFacts(busy=busy, runs=before))
+
+    idle = told("a", 30, 0, 30)
+    assert chosen(idle, told("b", 9, 9, 9)) == "b"
+    assert chosen(idle, told("b", 11, 11, 11)) == "a"
+    assert chosen(idle, told("b", 11, 0, 0)) == "a", "eleven that came since it has renewed"
+    assert chosen(idle, told("b", 11, 0, 20)) == "b", "it has given some up since"
+
+
 def test_of_equals_the_newest_release_then_the_node_that_was_asked() -> None:
     assert chosen(node("a"), node("b"), node("c"), own="b") == "b"
     assert chosen(node("a", version="1.9.0"), node("b", version="1.10.0"), own="a") == "b"

@@ -113,6 +113,7 @@ class ClusterMember:
         service = self._service
         return NodeFacts(
             operations=service.worker.queued,
+            runs=len(self.homes.held),
             busy=len(self._unfinished()),
             samples=service.sampling.queued + service.sampling.running,
             is_ready=service.engine.state.is_ready,

@@ -17,6 +17,8 @@ from tinkex.store.cluster.cluster_store import NodeRecord
 
 LATE = 1 / 3
 """A node with less of its lease left than this part of the longest has missed two renewals: it may be gone."""
+TRAINS_NOW = 2
+"""How much more a run counts that has work now, or has just come, than one that is idle."""
 FULLEST = 1.25
 """A node with more than so many times the mean of queued sequences is passed over for a sample."""
 QUEUED_ROWS = 64
@@ -34,14 +36,14 @@ STATES = ("busy", "idle", "starting", "draining", "gone")
 def node_for_run(nodes: Sequence[NodeRecord], model: str, own: str = "") -> NodeRecord | None:
     """Return the node for a run without a home, or None if no node may have it.
 
-    The one with the fewest runs. Of equals the newest release, because an upgrade drains the others; then `own`, which
-    saves a hop. What is queued does not count: it is some seconds old, and a burst of runs would go where it was short.
+    The one that has the least to do (`_weight`). Of equals the newest release, because an upgrade drains the others;
+    then `own`, which saves a hop.
     """
     fit = [node for node in nodes if node.trains and not node.is_draining and node.serves(model)]
     newest = max((_release(node) for node in fit), default=())
     return min(
         _dependable(fit),
-        key=lambda node: (node.runs, _release(node) != newest, node.id != own, node.id),
+        key=lambda node: (_weight(node), _release(node) != newest, node.id != own, node.id),
         default=None,
     )
 
@@ -99,6 +101,16 @@ def state_of(node: NodeRecord) -> str:
     if not node.facts.is_ready:
         return "starting"
     return "busy" if node.facts.operations or node.facts.samples else "idle"
+
+
+def _weight(node: NodeRecord) -> int:
+    """Return what a node has to do: its runs, those that train now three times.
+
+    Who trains is known from the last renewal; runs that came since do, surely. By that alone idle runs, which may wake
+    up, would count nothing. By runs alone a node that has come back gets every run of a burst, until it has as many as
+    the others; by what is queued alone too, until it renews.
+    """
+    return node.runs + TRAINS_NOW * (node.facts.busy + max(node.runs - node.facts.runs, 0))
 
 
 def _dependable(nodes: list[NodeRecord]) -> list[NodeRecord]:

@@ -42,8 +42,10 @@ class NodeFacts:
 
     operations: int = 0
     """Operations that are not finished."""
+    runs: int = 0
+    """Runs that were at home there."""
     busy: int = 0
-    """Runs that have some."""
+    """Runs that had operations which are not finished."""
     samples: int = 0
     """Sequences that wait or are being drawn."""
     is_ready: bool = True
