@@ -126,9 +126,12 @@ class ClusterMember:
 
     async def _announce(self, node: Node) -> None:
         """Let the others know at once that the engine has started: until then no run is placed here."""
-        with suppress(EngineDied, EngineUnusable, Unavailable):  # the server ends; or the next renewal says it
+        with suppress(EngineDied, EngineUnusable):  # the server ends
             await self._service.engine.ready()
-            await node.renew()
+            try:
+                await node.renew()
+            except Exception as error:  # an edge, as in `Node.keep`: the next renewal says it
+                logger.warning("the others do not know yet that this node is ready: %s", error)
 
     def _on_given_up(self) -> None:
         self.homes.lose_all()

@@ -7,6 +7,7 @@ beginning of its prompt choose. Everything else is served here; by a front, at a
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from itertools import count
 
 from tinkex.server.cluster.homes import Homes
@@ -63,7 +64,9 @@ class Switch:
 
     async def engines(self, without: str) -> str:
         """Say what the engines do, other than the one at an address that does not respond."""
-        return engines_text([node for node in await self._peers.living() if node.url != without])
+        with suppress(Unavailable):
+            await self._peers.living()
+        return engines_text([node for node in self._peers.known if node.url != without])
 
     async def lives(self, url: str) -> bool:
         """Whether the node at an address lives, as far as the database says."""
