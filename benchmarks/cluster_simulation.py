@@ -95,7 +95,8 @@ class Policy:
 
 POLICIES = {
     "ours": Policy(ours, moves=True),
-    "ours, moves on drain alone": Policy(ours),
+    "fewest runs": Policy(fewest_runs, moves=True),
+    "fewest runs, moves on drain alone": Policy(fewest_runs),
     "in turn": Policy(in_turn),
     "two random choices": Policy(two_choices),
     "first come": Policy(in_turn, is_fair=False),
@@ -536,7 +537,8 @@ def _page(given: argparse.Namespace, rows: list[str]) -> str:
             f"{DOWN_S:.0f} s and loads for {STARTING_S:.0f} s; its runs are claimed when its lease of {LEASE_S:.0f} s "
             "has run out. A quarter more engines come for the middle third of the time and are drained then.",
             "* **Policies.** *Ours* is `server/cluster/placement`: the fewest runs, where those that train now or have "
-            "just come count three times; and a node with far more runs than the others gives some up. *Two random "
+            "just come count three times; and a node with far more runs than the others gives some up. *Fewest runs*: "
+            "the same without the weights, and without the moves too. *Two random "
             "choices*: the one with fewer runs. *First come*: in turn, and an engine serves operations in the order of "
             "arrival; all others share an engine by `Shares` and equal parts of a micro-batch.",
             f"* **Figures**: medians over {given.seeds} seeds, in parentheses the worst seed. *Wait*: of an operation "

@@ -332,7 +332,7 @@ def test_a_run_whose_model_no_node_may_have_waits_and_says_for_what(cluster: Clu
         with psycopg.connect(cluster.url) as connection:  # accepted just before
             connection.execute("UPDATE operations SET state = 'queued' WHERE run_id = %s AND seq_id = 0", (run_id,))
             [[request_id]] = connection.execute("SELECT request_id FROM operations WHERE run_id = %s", (run_id,))
-        for server in cluster.servers:
+        for server in (nodes(cluster)[0], *fronts(cluster)):  # the other node remembers the result
             waiting = Raw(server, ALICE).post("retrieve_future", {"request_id": request_id})
             assert (waiting.status, waiting.json["queue_state"]) == (408, "paused_capacity"), waiting.content
             assert waiting.json["queue_state_reason"].count(f"{OTHER}: 1 engine draining") == 1
