@@ -538,7 +538,7 @@ def _page(given: argparse.Namespace, rows: list[str]) -> str:
             f"micro-batch of {BUDGET:,}. Each fails about every {FAILS_EVERY_S / 60:.0f} minutes, is away for "
             f"{DOWN_S:.0f} s and loads for {STARTING_S:.0f} s; its runs are claimed when its lease of {LEASE_S:.0f} s "
             "has run out. A quarter more engines come for the middle third of the time and are drained then.",
-            "* **Policies.** *Ours* is `server/cluster/placement`: the fewest runs, where those that train now or have "
+            "* **Policies.** *Ours* is `server/cluster/placement.py`: the fewest runs, where those that train now or have "
             "just come count three times; and a node with far more runs than the others gives some up. *Fewest runs*: "
             "the same without the weights, and without the moves too. *Two random "
             "choices*: the one with fewer runs. *First come*: in turn, and an engine serves operations in the order of "
