@@ -538,11 +538,11 @@ def _page(given: argparse.Namespace, rows: list[str]) -> str:
             f"micro-batch of {BUDGET:,}. Each fails about every {FAILS_EVERY_S / 60:.0f} minutes, is away for "
             f"{DOWN_S:.0f} s and loads for {STARTING_S:.0f} s; its runs are claimed when its lease of {LEASE_S:.0f} s "
             "has run out. A quarter more engines come for the middle third of the time and are drained then.",
-            "* **Policies.** *Ours* is `server/cluster/placement.py`: the fewest runs, where those that train now or have "
-            "just come count three times; and a node with far more runs than the others gives some up. *Fewest runs*: "
-            "the same without the weights, and without the moves too. *Two random "
-            "choices*: the one with fewer runs. *First come*: in turn, and an engine serves operations in the order of "
-            "arrival; all others share an engine by `Shares` and equal parts of a micro-batch.",
+            "* **Policies.** *Ours* is `server/cluster/placement.py`: the fewest runs, where those that train now or "
+            "have just come count three times; and a node with far more runs than the others gives some up. *Fewest "
+            "runs*: the same without the weights, and without the moves too. *Two random choices*: the one with fewer "
+            "runs. *First come*: in turn, and an engine serves operations in the order of arrival; all others share an "
+            "engine by `Shares` and equal parts of a micro-batch.",
             f"* **Figures**: medians over {given.seeds} seeds, in parentheses the worst seed. *Wait*: of an operation "
             "beyond its time on an idle engine. *Slowdown*: of a tenant's operations, on average, against that time; "
             "the 99th percentile is over tenants. *Jain*: fairness of the equal tenants' speeds, 1 is equal. *Equal "

@@ -63,7 +63,7 @@ class ClusterMiddleware:
             concern = await concern_of(request, path)
             # Another server chose this one for a new sample, by a list of nodes that may be a second older.
             is_chosen = is_hop and concern.kind == "sampler"
-            url = "" if is_chosen else await self._switch.find(tenant, concern)
+            url = "" if is_chosen else await self._switch.find(tenant, concern, is_hop=is_hop)
             if url and is_hop:  # its home changed while it was under way
                 await self._respond_moved(request, path, concern, send)
             elif url:

@@ -42,8 +42,11 @@ class Switch:
         """Operation → its run."""
         self._turns = count()
 
-    async def find(self, tenant: str | None, concern: Concern) -> str:
-        """Return the address of the node that is to serve a request; "" is here. Raises 503 if none can."""
+    async def find(self, tenant: str | None, concern: Concern, *, is_hop: bool = False) -> str:
+        """Return the address of the node that is to serve a request; "" is here. Raises 503 if none can.
+
+        `is_hop`: another server sent it here, by what it knows.
+        """
         match concern.kind:
             case "run" if concern.is_read:
                 return await self._homes.find(concern.name) or await self._any()
@@ -55,7 +58,7 @@ class Switch:
                 url = None if model is None else await self._homes.find(concern.name, model)
                 return await self._any() if url is None else url
             case "operation":
-                return await self._of_operation(tenant, concern.name)
+                return await self._of_operation(tenant, concern.name, is_hop)
             case "sample":
                 return await self._of_sample(concern.name)
             case "sampler":
@@ -102,11 +105,12 @@ class Switch:
             model = None if saved is None else saved.base_model
         return model or None
 
-    async def _of_operation(self, tenant: str | None, request_id: str) -> str:
+    async def _of_operation(self, tenant: str | None, request_id: str, is_hop: bool) -> str:
         service = self._service
         if service.worker.pending(request_id) is not None or service.waiters.recent(request_id) is not None:
             return ""
-        if (run_id := self._runs.get(request_id)) is None:
+        # The other server may have read that it is finished, so that any node will do. What is remembered here is older.
+        if (run_id := None if is_hop else self._runs.get(request_id)) is None:
             row = await service.db(service.store.get_operation, request_id)
             if row is None or row.state != "queued":  # its result is in the store, which all nodes share
                 return await self._any()
