@@ -109,7 +109,7 @@ class Switch:
         service = self._service
         if service.worker.pending(request_id) is not None or service.waiters.recent(request_id) is not None:
             return ""
-        # The other server may have read that it is finished, so that any node will do. What is remembered here is older.
+        # The other server may have read that it is finished, so that any node will do: what is remembered is older.
         if (run_id := None if is_hop else self._runs.get(request_id)) is None:
             row = await service.db(service.store.get_operation, request_id)
             if row is None or row.state != "queued":  # its result is in the store, which all nodes share

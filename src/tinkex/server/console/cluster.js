@@ -39,8 +39,9 @@ function summary(nodes) {
 
 function makeRow(first) {
   const state = h("span", { class: "state" });
-  const [runs, operations, samples, left] = Array.from({ length: 4 }, () => h("span", { class: "num" }));
-  const models = h("span");
+  const [runs, operations, samples] = Array.from({ length: 3 }, () => h("span", { class: "num" }));
+  const left = h("span");
+  const models = h("span", { class: "names" });
   const made = row(
     cell(
       "",
