@@ -133,6 +133,8 @@ def cluster() -> None:
     """Fetch what the cluster suite needs: a model, the official clients that it drives, tinker-cookbook."""
     model()
     official_clients(is_full=True)
+
+
 def linters() -> None:
     """Make the environments of what checks deploy/."""
     from tests import tools

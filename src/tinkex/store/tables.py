@@ -135,6 +135,7 @@ nodes = Table(
     Column("version", SafeText, nullable=False),
     Column("is_draining", Boolean, nullable=False),  # takes no more runs
     Column("until", Double, nullable=False),  # by the database's clock
+    Column("facts", Json),  # what else it says of itself (`NodeFacts`); version 7 added it
 )
 """The servers that share this store, and until when each lives (`store.cluster`). Version 5 added it."""
 

@@ -46,7 +46,7 @@ _MODULES = {
         ModelInputChunk PromptProvenanceSpan ProvenanceSpans SampledProvenanceSpan
     """,
     "insight": """
-        FailedOperation FailedOperationsResponse QueuedOperation RunStep RunStepsResponse ServiceState
+        FailedOperation FailedOperationsResponse QueuedOperation RunStep RunStepsResponse ServerNode ServiceState
     """,
     "sampling": """
         PromptAltTokens SampleRequest SampleResponse SampledSequence SamplingParams StopReason TopkLogprobs

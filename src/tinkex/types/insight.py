@@ -37,6 +37,8 @@ class RunStepsResponse(Value):
     """forward_backward calls after the last step: their gradients wait for an optim_step."""
     is_active: bool = False
     """Whether operations of the run are waiting or running."""
+    home: str | None = None
+    """The address of the node that works on the run, where several servers share a store."""
 
 
 class QueuedOperation(Value):
@@ -49,6 +51,28 @@ class QueuedOperation(Value):
     reason: str = ""
 
 
+class ServerNode(Value):
+    """A server with an engine, one of several that share a store. What it does is as of its last renewal."""
+
+    id: str
+    url: str
+    is_this: bool = False
+    """Whether it is the server that responds."""
+    kind: str = "train"
+    state: str = ""
+    """busy, idle, starting, draining, or gone: it did not renew its lease."""
+    runs: int = 0
+    """Runs that it works on, of all tenants, busy or not."""
+    busy_runs: int = 0
+    queued_operations: int = 0
+    samples: int = 0
+    """Sequences that wait or are being drawn."""
+    lease_left_s: float = 0.0
+    """How long others rely on it unless it renews; negative: since when they do not."""
+    models: list[str] = field(default_factory=list)
+    version: str = ""
+
+
 class ServiceState(Value):
     """The service as one tenant may see it. Other tenants appear only in sums."""
 
@@ -59,6 +83,8 @@ class ServiceState(Value):
     reason: str = ""
     """Why it is not ready, or why nothing new is started."""
     models: list[str] = field(default_factory=list)
+    nodes: list[ServerNode] = field(default_factory=list)
+    """The servers of the cluster; empty if this one is alone. The rest of this is about the one that responds."""
     queue: list[QueuedOperation] = field(default_factory=list)
     """Yours, the longest waiting first; at most a hundred."""
     queued_operations: int = 0

@@ -117,7 +117,8 @@ def test_a_client_is_told_to_wait_while_a_dead_home_still_counts(cluster: Cluste
         )
         connection.execute("DELETE FROM payloads WHERE request_id = %s AND part = 'result'", (first,))
     pending = run.client.post("retrieve_future", {"request_id": first})
-    assert (pending.status, pending.json["type"]) == (408, "try_again")
+    assert (pending.status, pending.json["type"], pending.json["queue_state"]) == (408, "try_again", "paused_capacity")
+    assert "1 engine idle" in pending.json["queue_state_reason"]
     state = "SELECT state FROM operations WHERE request_id = %s"
     until(lambda: cluster.rows(state, first) == [("done",)], LEASE_S + 10)
     assert cluster.home_of(run.id) is near

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,18 +17,24 @@ from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 
+import psycopg
 import pytest
 
 import tinkex
-from tests.integration.service.cluster import SECRET, STEP, Cluster, Node, losses
+from tests.integration.service.cluster import LEASE_S, SECRET, STEP, Cluster, Node, losses
 from tests.integration.service.conftest import ALICE, BOB
-from tests.integration.service.live import LiveServer
+from tests.integration.service.live import CACHE, LiveServer
 from tests.integration.service.raw import Raw, batch, message, post_message
 from tests.integration.service.raw import datum as raw_datum
 from tests.unit.store.postgres import PostgresServer
+from tinkex.engine.models.registry import resolve
 from tinkex.server.cluster.signature import HEADER, VALID_S, Signer
 
 pytestmark = pytest.mark.slow
+
+
+OTHER = "other-model"
+"""A base model that the second node alone has."""
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +42,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes and two fronts, with keys for Alice and Bob."""
     postgres = PostgresServer()
     cluster = Cluster(postgres, tmp_path_factory.mktemp("fronts"))
+    other = shutil.copytree(resolve("tinkex/tiny", CACHE).folder, cluster.folder / OTHER)
     keys = ("--api-key", ALICE, "--api-key", BOB)
-    for start in (cluster.node, cluster.node, cluster.front, cluster.front):
-        start(*keys)
+    cluster.node(*keys, "--poll-hold-s", "1")
+    cluster.node(*keys, "--poll-hold-s", "1", "--base-model", str(other))
+    cluster.front(*keys)
+    cluster.front(*keys)
     cluster.wait()
     yield cluster
     cluster.stop()
@@ -221,6 +234,124 @@ def test_the_openai_interface_works_through_a_front(cluster: Cluster) -> None:
     responses = [Raw(server, ALICE).post("/v1/completions", body) for server in cluster.servers]
     texts = {response.json["choices"][0]["text"] for response in responses}
     assert len(texts) == 1, [response.content for response in responses]
+
+
+# ── Nodes with different models
+
+
+def test_every_server_lists_the_models_of_all_nodes(cluster: Cluster) -> None:
+    for server in cluster.servers:
+        client = Raw(server, ALICE)
+        rows = client.get("get_server_capabilities").json["supported_models"]
+        about = {row["model_name"]: row for row in rows}
+        assert {"tinkex/tiny", OTHER} <= about.keys() and len(rows) == len(about)
+        assert about[OTHER]["max_context_length"] == about["tinkex/tiny"]["max_context_length"] > 0
+        listed = {row["id"]: row["root"] for row in client.get("/v1/models").json["data"]}
+        assert listed[OTHER] == OTHER and listed["tinkex/tiny"] == "tinkex/tiny"
+        assert OTHER in client.get("service_state").json["models"]
+
+
+def test_what_needs_a_model_goes_to_a_node_that_has_it(cluster: Cluster) -> None:
+    """The first node and half of the tries through a front met "not served here"."""
+    near, home = nodes(cluster)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [10, 20]}]}
+    for server in cluster.servers:
+        client = Raw(server, ALICE)
+        for number in range(4):
+            body = {"model": OTHER, "prompt": f"hello {number}", "max_tokens": 3, "temperature": 0}
+            done = client.post("/v1/completions", body)
+            assert done.status == 200 and done.json["model"] == OTHER, done.content
+            sampler = client.sampler(base_model=OTHER)
+            wanted = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+            assert "error" not in client.done("asample", wanted)
+        assert client.get(f"/v1/models/{OTHER}").json["root"] == OTHER
+        assert client.get(f"tokenizers/{OTHER}/tokenizer.json").status == 200
+        session = {"session_id": client.session(), "model_seq_id": 0, "lora_config": {"rank": 2}}
+        run_id = client.done("create_model", {**session, "base_model": OTHER})["model_id"]
+        assert cluster.home_of(run_id) is home
+        unknown = client.post("/v1/completions", {"model": "nobodys", "prompt": "x"})
+        assert unknown.status == 404 and "not served" in unknown.json["error"]["message"]
+    assert near.url != home.url
+
+
+def test_every_server_reports_all_nodes_and_the_home_of_a_run(cluster: Cluster) -> None:
+    run = Raw(fronts(cluster)[0], ALICE).run(rank=2)
+    home = cluster.home_of(run.id)
+    for server in cluster.servers:
+        shown = {node["url"]: node for node in Raw(server, ALICE).get("service_state").json["nodes"]}
+        assert shown.keys() == {node.url for node in nodes(cluster)}
+        assert all(node["state"] in ("busy", "idle") and node["lease_left_s"] > 0 for node in shown.values())
+        assert shown[home.url]["runs"] >= 1 and OTHER in shown[nodes(cluster)[1].url]["models"]
+        assert [node["url"] for node in shown.values() if node["is_this"]] == [server.url] * (server in nodes(cluster))
+        assert Raw(server, ALICE).get(f"training_runs/{run.id}/steps").json["home"] == home.url
+
+
+def test_the_metrics_of_any_server_have_each_node_and_their_sum(cluster: Cluster) -> None:
+    Raw(nodes(cluster)[0], ALICE).run(rank=2)
+    for server in (fronts(cluster)[0], nodes(cluster)[1]):
+        end = time.monotonic() + 30
+        while "tinkex_cluster_home_runs 0.0" in (page := Raw(server, ALICE).get("/metrics").content.decode()):
+            assert time.monotonic() < end, "each server looks every five seconds"
+            time.sleep(0.1)
+        lags = [float(one) for one in re.findall(r'^tinkex_node_lag_seconds\{node="http://[^"]+"\} (\S+)$', page, re.M)]
+        assert len(lags) == 2 and all(0 <= lag < LEASE_S + 5 for lag in lags)
+        runs = [float(one) for one in re.findall(r'^tinkex_node_home_runs\{node="[^"]+"\} (\S+)$', page, re.M)]
+        assert len(runs) == 2 and f"tinkex_cluster_home_runs {sum(runs)}" in page and sum(runs) >= 1
+        assert 'tinkex_cluster_nodes{state="gone"} 0.0' in page
+
+
+def test_a_poll_says_what_the_engines_do(cluster: Cluster) -> None:
+    front = Raw(fronts(cluster)[0], ALICE)
+    run = front.run(rank=2)
+    home = cluster.home_of(run.id)
+    engine = home.engine_pid()
+    assert engine is not None
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        submitted = front.post("forward", run.named(forward_input=batch())).json["request_id"]
+        waiting = front.post("retrieve_future", {"request_id": submitted})
+        assert (waiting.status, waiting.json["queue_state"]) == (408, "active")
+        assert re.search(r"; \d engines? (busy|idle)", waiting.json["queue_state_reason"]), waiting.content
+        for server in cluster.servers:
+            state = Raw(server, ALICE).get("service_state").json
+            [row] = [row for row in state["queue"] if row["run_id"] == run.id]
+            assert re.search(r"; \d engines? (busy|idle)", row["reason"])
+            assert state["queued_operations"] == 1 and state["adapters"] >= 1 and state["is_ready"]
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert front.poll(submitted).status == 200
+
+
+def test_a_run_whose_model_no_node_may_have_waits_and_says_for_what(cluster: Cluster) -> None:
+    client, drained = Raw(fronts(cluster)[0], ALICE), nodes(cluster)[1]
+    created = {"session_id": client.session(), "model_seq_id": 0, "base_model": OTHER, "lora_config": {"rank": 2}}
+    run_id = client.done("create_model", created)["model_id"]
+    step = {"model_id": run_id, "seq_id": 1, "adam_params": STEP}
+    try:
+        tinkex_cluster(cluster, "drain", drained.url)
+        rejected = client.post("optim_step", step)
+        assert (rejected.status, rejected.headers["retry-after"]) == (503, "1"), rejected.content
+        assert (
+            rejected.text
+            == f"{run_id} waits for an engine with {OTHER}: 1 engine draining. It goes on when there is one."
+        )
+        with psycopg.connect(cluster.url) as connection:  # accepted just before
+            connection.execute("UPDATE operations SET state = 'queued' WHERE run_id = %s AND seq_id = 0", (run_id,))
+            [[request_id]] = connection.execute("SELECT request_id FROM operations WHERE run_id = %s", (run_id,))
+        for server in (nodes(cluster)[0], *fronts(cluster)):  # the other node remembers the result
+            waiting = Raw(server, ALICE).post("retrieve_future", {"request_id": request_id})
+            assert (waiting.status, waiting.json["queue_state"]) == (408, "paused_capacity"), waiting.content
+            assert waiting.json["queue_state_reason"].count(f"{OTHER}: 1 engine draining") == 1
+            assert Raw(server, BOB).post("retrieve_future", {"request_id": request_id}).status == 404
+    finally:
+        with psycopg.connect(cluster.url) as connection:
+            connection.execute("UPDATE operations SET state = 'done' WHERE run_id = %s AND seq_id = 0", (run_id,))
+        tinkex_cluster(cluster, "drain", drained.url, "--undo")
+    end = time.monotonic() + 20
+    while (accepted := client.post("optim_step", step)).status == 503:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert client.poll(accepted.json["request_id"]).status == 200
 
 
 def test_a_large_pass_reaches_its_home_whichever_way_it_is_encoded(cluster: Cluster) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from tests.unit.server.conftest import Served
-from tinkex.clock import REAL
 from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.routing import Concern, concern_of
 from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
 from tinkex.store.cluster.cluster_store import NodeRecord
+from tinkex.testing.clock import FakeClock
 from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.body import PROTOBUF
 
@@ -37,7 +39,7 @@ def concern(served: Served, path: str, body: object, method: str = "POST", kind:
     async def read() -> Concern:
         request = ApiRequest(scope, receive)
         try:
-            return await concern_of(request, f"/api/v1/{path}")
+            return await concern_of(request, path if path.startswith("/") else f"/api/v1/{path}")
         finally:
             request.give_back_body()
 
@@ -70,7 +72,7 @@ def test_a_request_concerns_what_its_json_names(served: Served, path: str, body:
 
 def test_the_steps_of_a_run_concern_it_and_a_list_of_runs_does_not(served: Served) -> None:
     assert concern(served, "training_runs/s%3Atrain%3A0/steps", b"", "GET").name == "s:train:0"
-    assert concern(served, "training_runs/s:train:0/steps", b"", "GET") == Concern("run", "s:train:0")
+    assert concern(served, "training_runs/s:train:0/steps", b"", "GET") == Concern("run", "s:train:0", is_read=True)
     assert concern(served, "training_runs", b"", "GET").kind == "none"
 
 
@@ -87,26 +89,56 @@ def test_a_pass_concerns_its_run_however_large_and_whatever_is_in_its_data(serve
     assert concern(served, "forward_backward", b"\xff" * 100, kind=PROTOBUF).kind == "none"
 
 
-def test_samples_that_begin_alike_meet_and_only_those_of_a_lost_node_move() -> None:
-    living = [NodeRecord(id=f"n{number}", url=f"http://n{number}", models=("tiny",), version="") for number in range(4)]
+@pytest.mark.parametrize("prefix", ["/v1", "/oai/api/v1"])
+def test_a_completion_concerns_its_model_and_how_its_prompt_begins(served: Served, prefix: str) -> None:
+    """A front handed it to any node, which might not have the model."""
+
+    def ask(path: str, method: str = "POST", **body: Any) -> Concern:
+        return concern(served, path, body, method)
+
+    first = ask(f"{prefix}/completions", model="tiny", prompt="a" * 5000 + "b", n=3)
+    assert (first.kind, first.model, first.sequences) == ("sampler", "tiny", 3)
+    assert first.name == ask(f"{prefix}/completions", model="tiny", prompt="a" * 5000 + "c").name
+    assert first.name != ask(f"{prefix}/completions", model="tiny", prompt="b").name
+    chat = [{"role": "user", "content": "hello"}]
+    saved = ask(f"{prefix}/chat/completions", model="tinker://r/sampler_weights/1", messages=chat, n="many")
+    assert (saved.kind, saved.model, saved.sequences) == ("sampler", None, 1)
+    assert saved.checkpoint == "tinker://r/sampler_weights/1"
+    assert ask(f"{prefix}/models/org%2Fother", "GET").model == "org/other"
+    assert ask(f"{prefix}/models/tinker%3A%2F%2Fr/sampler_weights/1", "GET").checkpoint == saved.checkpoint
+    assert ask(f"{prefix}/models", "GET").kind == "none"
+
+
+def test_what_needs_a_model_names_it(served: Served) -> None:
+    assert concern(served, "tokenizers/org/other/tokenizer.json", b"", "GET").model == "org/other"
+    made = concern(served, "create_sampling_session", {"session_id": "s", "base_model": "other"})
+    assert (made.kind, made.model) == ("none", "other")
+    path = "tinker://r/sampler_weights/1"
+    assert concern(served, "create_sampling_session", {"session_id": "s", "model_path": path}).checkpoint == path
+    steps = concern(served, "training_runs/r/steps", b"", "GET")
+    assert steps.is_read and not concern(served, "optim_step", {"model_id": "r"}).is_read
+
+
+def test_what_was_sent_to_a_node_counts_until_it_renews(served: Served) -> None:
+    """Its own number is some seconds old: without this, a burst of one prompt would all go to one node."""
+    rows = [NodeRecord(id=f"n{number}", url=f"http://n{number}", models=("tiny",), version="") for number in range(4)]
+    living = [replace(row, left_s=15.0) for row in rows]
+    clock = FakeClock()
     reads = SimpleNamespace(list_nodes=lambda: living)
 
-    async def choose(keys: int) -> list[str]:
-        async def call(read: Any) -> Any:
-            return read()
+    async def call(read: Any) -> Any:
+        return read()
 
-        peers = Peers(REAL, cast(Any, reads), cast(Any, call))
-        return [cast(NodeRecord, await peers.choose(f"key {number}", "tiny")).id for number in range(keys)]
+    async def choose(peers: Peers, times: int) -> list[str]:
+        return [cast(NodeRecord, await peers.choose("one prompt", "tiny", sequences=16)).id for _ in range(times)]
 
-    before = asyncio.run(choose(400))
-    assert before == asyncio.run(choose(400))
-    assert all(60 < before.count(node.id) < 140 for node in living)
-    lost = living.pop().id
-    after = asyncio.run(choose(400))
-    assert [new for old, new in zip(before, after, strict=True) if old != lost] == [
-        old for old in before if old != lost
-    ]
-    assert lost not in after
+    peers = Peers(clock, cast(Any, reads), cast(Any, call))
+    burst = asyncio.run(choose(peers, 40))
+    assert Counter(burst[:4]) == {burst[0]: 4}, "up to what an engine draws at the same time they stay together"
+    assert max(Counter(burst).values()) <= 14 and len(set(burst)) == 4
+    clock.advance(5.0)
+    living = [replace(row, left_s=15.0) for row in rows]  # all have renewed, and are idle
+    assert asyncio.run(choose(peers, 1)) == [burst[0]]
 
 
 def test_a_node_that_has_just_joined_is_found_at_once() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 from tests.unit.store.conftest import Place, operation, run
 from tinkex.errors import ConfigError
-from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeRecord
+from tinkex.server.cluster.placement import node_for_run
+from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeFacts, NodeRecord
 from tinkex.store.errors import HomeLost, LeaseLost
 from tinkex.store.journal import Journal
 from tinkex.store.records import Home
@@ -56,7 +58,7 @@ def end_lease(place: Place, name: str) -> None:
 
 
 def claimed(store: ClusterStore, run_id: str, own: str = "a") -> Claim:
-    claim = store.claim(run_id, "tinkex/tiny", own)
+    claim = store.claim(run_id, "tinkex/tiny", partial(node_for_run, own=own))
     assert claim is not None
     return claim
 
@@ -72,11 +74,11 @@ def test_runs_go_to_the_node_with_the_fewest_and_stay_there(store: ClusterStore)
 
 def test_a_run_goes_to_a_node_that_has_its_model_and_is_not_draining(store: ClusterStore) -> None:
     store.join(node("c", models=("other",)), 60)
-    claim = store.claim(RUN, "other", "a")
+    claim = store.claim(RUN, "other", node_for_run)
     assert claim is not None and claim.home.node == "c"
-    assert store.claim("s:train:1", "unknown", "a") is None
-    assert store.set_draining("c", True) and store.claim("s:train:2", "other", "a") is None
-    assert store.set_draining("c", False) and store.claim("s:train:2", "other", "a") is not None
+    assert store.claim("s:train:1", "unknown", node_for_run) is None
+    assert store.set_draining("c", True) and store.claim("s:train:2", "other", node_for_run) is None
+    assert store.set_draining("c", False) and store.claim("s:train:2", "other", node_for_run) is not None
     assert not store.set_draining("gone", True)
 
 
@@ -102,14 +104,53 @@ def test_a_run_that_was_released_gets_a_new_epoch_even_on_the_same_node(store: C
 
 def test_a_node_whose_lease_has_run_out_cannot_renew_it(store: ClusterStore, postgres_place: Place) -> None:
     """Its runs may be elsewhere by then; it has to notice."""
-    assert store.renew("a", 60, 3) is False
+    assert store.renew("a", 60, NodeFacts(operations=3)) is False
     assert {entry.id: entry.load for entry in store.list_nodes()} == {"a": 3, "b": 0}
     end_lease(postgres_place, "a")
-    assert store.renew("a", 60, 0) is None
+    assert store.renew("a", 60, NodeFacts()) is None
     assert [entry.id for entry in store.list_nodes()] == ["b"]
     assert sorted(entry.id for entry in store.list_nodes(only_living=False)) == ["a", "b"]
     store.set_draining("b", True)
-    assert store.renew("b", 60, 0) is True
+    assert store.renew("b", 60, NodeFacts()) is True
+
+
+def test_what_a_node_says_of_itself_comes_with_its_lease(store: ClusterStore, postgres_place: Place) -> None:
+    """And a node of another release says less, or more."""
+    facts = NodeFacts(operations=7, busy=2, samples=5, is_ready=False, capabilities=({"model_name": "tinkex/tiny"},))
+    assert store.renew("a", 60, facts) is False
+    shown = {entry.id: entry for entry in store.list_nodes()}
+    assert (shown["a"].facts, shown["a"].load, shown["b"].facts) == (facts, 7, NodeFacts())
+    with psycopg.connect(postgres_place.url) as connection:
+        connection.execute("""UPDATE nodes SET facts = '{"samples": 3, "colour": "red"}' WHERE id = 'a'""")
+        connection.execute("UPDATE nodes SET facts = NULL WHERE id = 'b'")
+    shown = {entry.id: entry for entry in store.list_nodes()}
+    assert (shown["a"].facts, shown["b"].facts) == (NodeFacts(samples=3), NodeFacts())
+
+
+def test_the_nodes_of_runs_are_found_by_their_addresses(store: ClusterStore, postgres_place: Place) -> None:
+    runs = [f"s:train:{number}" for number in range(3)]
+    for run_id, own in zip(runs[:2], "ab", strict=True):
+        claimed(store, run_id, own)
+    assert store.urls_of(runs) == {runs[0]: "http://a", runs[1]: "http://b"}
+    end_lease(postgres_place, "b")
+    assert store.urls_of(runs) == {runs[0]: "http://a"}
+
+
+def test_the_node_of_a_claim_is_chosen_among_those_that_live_at_that_moment(
+    store: ClusterStore, postgres_place: Place
+) -> None:
+    seen: list[tuple[list[str], str]] = []
+
+    def choose(nodes: Sequence[NodeRecord], model: str) -> NodeRecord:
+        seen.append(([entry.id for entry in nodes], model))
+        return nodes[-1]
+
+    assert claimed(store, RUN).home.node == "a"
+    end_lease(postgres_place, "a")
+    claim = store.claim(RUN, "tinkex/tiny", choose)
+    assert claim is not None and claim.home.node == "b" and seen == [(["b"], "tinkex/tiny")]
+    assert store.claim(RUN, "tinkex/tiny", lambda nodes, model: nodes[0]) == claim._replace(is_new=False)
+    assert store.claim("s:train:7", "tinkex/tiny", lambda nodes, model: None) is None
 
 
 def test_a_node_that_leaves_leaves_its_runs_to_the_others_at_once(store: ClusterStore) -> None:

@@ -12,6 +12,7 @@ from tests.unit.store.conftest import Place
 from tinkex.clock import REAL
 from tinkex.server.cluster.node import Node
 from tinkex.settings import ServeConfig
+from tinkex.store.cluster.cluster_store import NodeFacts
 
 REFUSE = """
 CREATE FUNCTION refuse() RETURNS trigger AS $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{}'; END $$ LANGUAGE plpgsql;
@@ -37,7 +38,7 @@ def test_a_node_whose_database_refuses_a_renewal_tries_again(code: str, postgres
     )
 
     async def run() -> None:
-        node = Node(config, REAL, ["tinkex/tiny"], lambda: 0)
+        node = Node(config, REAL, ["tinkex/tiny"], NodeFacts)
         await node.join()
         name = node.id
         execute(postgres_place, REFUSE.format(code))

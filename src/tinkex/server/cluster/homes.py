@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import NamedTuple
 
 from tinkex.clock import Clock
 from tinkex.server.cluster.counters import ClusterCounters
 from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.placement import node_for_run
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore
 from tinkex.store.errors import HomeLost
@@ -67,7 +69,8 @@ class Homes:
             return known.url
         claim: Claim | None = await self._db(self._store.find_home, run_id)
         if claim is None and model is not None:
-            claim = await self._db(self._store.claim, run_id, model, self._node.id if self._node else "")
+            own = self._node.id if self._node else ""
+            claim = await self._db(self._store.claim, run_id, model, partial(node_for_run, own=own))
         if claim is None:
             self._let_go(run_id)
             return None

@@ -5,26 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from uuid import uuid4
 
 from starlette.middleware import Middleware
 
-from tinkex.engine.contract import Engine
+from tinkex.engine.contract import Engine, EngineDied, EngineUnusable
 from tinkex.server.cluster.counters import ClusterCounters
 from tinkex.server.cluster.homes import Homes
 from tinkex.server.cluster.hop import Hops
 from tinkex.server.cluster.middleware import ClusterMiddleware
 from tinkex.server.cluster.no_engine import NoEngine
 from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.overview import ClusterGauges, Overview, capabilities_of
 from tinkex.server.cluster.peers import Peers
+from tinkex.server.cluster.placement import runs_to_give_up
 from tinkex.server.cluster.signature import Signer
 from tinkex.server.cluster.switch import Switch
 from tinkex.server.sampling.sample_queue import PREFIX as SAMPLE_PREFIX
 from tinkex.server.service import Service
 from tinkex.server.tls.contexts import HANDSHAKE_S, client_context, server_context
 from tinkex.settings import ServeConfig
-from tinkex.store.cluster.cluster_store import ClusterStore
+from tinkex.store.cluster.cluster_store import ClusterStore, NodeFacts
 from tinkex.store.errors import HomeLost, Unavailable
 from tinkex.store.records import Home
 
@@ -57,17 +61,22 @@ class ClusterMember:
         self._service, self._store = service, service.store
         self.node: Node | None = None
         if not config.no_engine:
-            self.node = Node(config, clock, service.catalog.names, lambda: worker.queued)
-            self.node.on_given_up = self._on_given_up
+            self.node = node = Node(config, clock, service.catalog.names, self._facts)
+            node.on_given_up = self._on_given_up
             # At once: what is named after a former id is taken for lost, three times in a row.
-            self.node.on_joined = self._name_samples
+            node.on_joined = self._name_samples
+            service.readiness.is_announced = lambda: node.is_announced
         self._counters = ClusterCounters(service.metrics.registry, config.node_url or "front")
         self.homes = Homes(self.node, clock, service.store, service.db, self._counters, worker.forget)
         worker.homes = self.homes
         self._hops = Hops(clock, None if config.cluster_ca is None else client_context(config))
         self._peers = Peers(clock, service.store, service.db)
-        self._switch = Switch(service, self.node, self.homes, self._peers)
         self._signer = Signer(config.cluster_secret)
+        self._overview = Overview(service, service.store, self.node, self._peers, self._hops, self._signer)
+        service.others = self._overview
+        gauges = ClusterGauges(self._overview, clock, config.node_lease_s)
+        service.metrics.registry.register(gauges)
+        self._switch = Switch(service, self.node, self.homes, self._peers)
         self._idle: set[Home] = set()
         """Runs at home here that had nothing to do when they were looked at last."""
 
@@ -87,14 +96,14 @@ class ClusterMember:
             await self.node.join()
 
     async def run(self) -> None:
-        """Keep the lease, and look after the runs of this node, until cancelled."""
-        if self.node is None:
-            await asyncio.Event().wait()
-            return
+        """Keep the lease, look after the runs of this node, and at the other nodes, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.node.keep())
-                tasks.create_task(self._look_after_runs(self.node))
+                tasks.create_task(self._overview.keep())
+                if self.node is not None:
+                    tasks.create_task(self.node.keep())
+                    tasks.create_task(self._announce(self.node))
+                    tasks.create_task(self._look_after_runs(self.node))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -111,6 +120,30 @@ class ClusterMember:
         assert self.node is not None
         self._service.sampling.new_id = _sample_ids(self.node.id)
 
+    def _facts(self) -> NodeFacts:
+        service = self._service
+        return NodeFacts(
+            operations=service.worker.queued,
+            runs=len(self.homes.held),
+            busy=len(self._unfinished()),
+            samples=service.sampling.queued + service.sampling.running,
+            is_ready=service.engine.state.is_ready,
+            capabilities=capabilities_of(service.catalog),
+        )
+
+    def _unfinished(self) -> Counter[str]:
+        """Return how many operations of each run are not finished, of runs that have some."""
+        return Counter(pending.row.run_id for pending in self._service.worker.waiting())
+
+    async def _announce(self, node: Node) -> None:
+        """Let the others know at once that the engine has started: until then no run is placed here."""
+        with suppress(EngineDied, EngineUnusable):  # the server ends
+            await self._service.engine.ready()
+            try:
+                await node.renew()
+            except Exception as error:  # an edge, as in `Node.keep`: the next renewal says it
+                logger.warning("the others do not know yet that this node is ready: %s", error)
+
     def _on_given_up(self) -> None:
         self.homes.lose_all()
 
@@ -122,6 +155,7 @@ class ClusterMember:
                 else:
                     await self._adopt(node)
                     await self._release_idle()
+                    await self._even_out(node)
                 self._counters.set_runs(len(self.homes.held))
                 await self._service.db(self._store.forget_nodes)
             except Unavailable as error:
@@ -146,16 +180,25 @@ class ClusterMember:
             await self.homes.release(home)
         self._idle = idle
 
+    async def _even_out(self, node: Node) -> None:
+        """Give up some runs if other nodes have far fewer: this one was there before them, or took over from one."""
+        unfinished = self._unfinished()
+        held = {home.run_id: home for home in self.homes.held}
+        waiting = {run_id: unfinished[run_id] for run_id in held}
+        leaving = runs_to_give_up(node.id, await self._peers.living(), waiting)
+        await asyncio.gather(*(self._let_go(held[run_id], "which has more runs than others") for run_id in leaving))
+
     async def _drain(self) -> None:
         """Give up all runs, each with a snapshot, so that other nodes need no replay."""
         homes = self.homes.held
         for at in range(0, len(homes), DRAINED_AT_ONCE):
-            await asyncio.gather(*map(self._drain_run, homes[at : at + DRAINED_AT_ONCE]))
+            leaving = homes[at : at + DRAINED_AT_ONCE]
+            await asyncio.gather(*(self._let_go(home, "which is draining") for home in leaving))
 
-    async def _drain_run(self, home: Home) -> None:
+    async def _let_go(self, home: Home, reason: str) -> None:
         if await self._service.worker.leave(home.run_id):
             await self.homes.release(home)
-            logger.info("%s has left this node, which is draining", home.run_id)
+            logger.info("%s has left this node, %s", home.run_id, reason)
 
 
 def _sample_ids(node_id: str) -> Callable[[], str]:

@@ -20,16 +20,18 @@ from tinkex.server.cluster.homes import Homes
 from tinkex.server.cluster.hop import OF_CONNECTION, Headers, HopFailed, HopResponse, Hops, HopUntrusted
 from tinkex.server.cluster.routing import ON_RESULTS, Concern, concern_of
 from tinkex.server.cluster.signature import HEADER, Signer
-from tinkex.server.cluster.switch import RETRY, Switch
+from tinkex.server.cluster.switch import RETRY, NoNodeForRun, Switch
 from tinkex.server.cluster.traces import TraceFilter, handing_on, serving, trace_in
 from tinkex.server.http.access import is_guarded, route_path
 from tinkex.server.http.errors import RequestRejected, error_response, json_response
 from tinkex.server.http.requests import SMALL_BODY_BYTES, ApiRequest
+from tinkex.server.openai.errors import openai_error_response
 
 logger = logging.getLogger("tinkex.server")
 INTERNAL = "/internal"
 SHARED = ("/api/v1/", "/v1/", "/oai/api/v1/")
 """Paths that another node may serve. Pages, metrics and health are each server's own."""
+OPENAI_PREFIXES = ("/v1/", "/oai/api/v1/")
 OWN = frozenset(("/api/v1/healthz", "/api/v1/service_state"))
 ORIGIN = b"x-tinkex-origin"
 """Scheme and host as the client sent them. Links to files lead there: clients may not reach the nodes."""
@@ -78,7 +80,7 @@ class ClusterMiddleware:
             concern = await concern_of(request, path)
             # Another server chose this one for a new sample, by a list of nodes that may be a second older.
             is_chosen = is_hop and concern.kind == "sampler"
-            url = "" if is_chosen else await self._switch.find(tenant, concern)
+            url = "" if is_chosen else await self._switch.find(tenant, concern, is_hop=is_hop)
             if url and is_hop:  # its home changed while it was under way
                 await self._respond_moved(request, path, concern, send)
             elif url:
@@ -89,8 +91,12 @@ class ClusterMiddleware:
                 await self._app(*_with_body(scope, receive, concern.body), send)
         except ClientDisconnect:
             pass  # nobody is there to be told
+        except NoNodeForRun as error:
+            await self._respond_later(request, path, error.detail, error.code, "paused_capacity", send)
         except Exception as error:  # an edge: middleware runs outside the wrapper of the handlers
-            await error_response(error)(scope, receive, send)
+            is_openai = path.startswith(OPENAI_PREFIXES)
+            respond = openai_error_response if is_openai else error_response
+            await respond(error)(scope, receive, send)
         finally:
             request.give_back_body()
 
@@ -102,7 +108,7 @@ class ClusterMiddleware:
         inner = path.removeprefix(INTERNAL)
         if tenant is None and is_guarded(inner):
             raise RequestRejected(403, "A request to this path needs a tenant.", "not_signed")
-        state = {**scope.get("state", {}), **({} if tenant is None else {"tenant": tenant})}
+        state = {**scope.get("state", {}), "is_hop": True, **({} if tenant is None else {"tenant": tenant})}
         raw = inner.encode("ascii", "replace")
         inner_scope = {**scope, **_origin(scope), "path": inner, "raw_path": raw, "root_path": "", "state": state}
         return inner_scope, inner
@@ -181,11 +187,16 @@ class ClusterMiddleware:
     async def _respond_unreachable(
         self, request: ApiRequest, path: str, url: str, error: HopFailed, send: Send
     ) -> None:
-        reason = f"The server that has this, {url}, does not respond: {error}. Another one takes over within seconds."
         if isinstance(error, HopUntrusted):
             reason = f"The server that has this, {url}, is not trusted: {error}. Tell whoever runs this service."
             self._log_untrusted(url, error, request.service.clock.now())
-        await self._respond_later(request, path, reason, "node_unreachable", send)
+        else:
+            engines = await self._switch.engines(without=url)
+            reason = (
+                f"The server that has this, {url}, does not respond: {error}. Another one takes over within seconds; "
+                f"{engines}."
+            )
+        await self._respond_later(request, path, reason, "node_unreachable", "paused_capacity", send)
 
     def _log_untrusted(self, url: str, error: HopUntrusted, now: float) -> None:
         """Log it, once a minute: clients ask again every second."""
@@ -195,14 +206,14 @@ class ClusterMiddleware:
 
     async def _respond_moved(self, request: ApiRequest, path: str, concern: Concern, send: Send) -> None:
         reason = f"{concern.name or 'What this is about'} has just moved to another server. Send the request again."
-        await self._respond_later(request, path, reason, "not_at_home", send)
+        await self._respond_later(request, path, reason, "not_at_home", "active", send)
 
     @staticmethod
-    async def _respond_later(request: ApiRequest, path: str, reason: str, code: str, send: Send) -> None:
+    async def _respond_later(request: ApiRequest, path: str, reason: str, code: str, state: str, send: Send) -> None:
         """Have the client ask again: both SDKs do, after a 503 with Retry-After, and after the 408 of a poll."""
         if path in ON_RESULTS:
             await request.service.clock.sleep(POLL_DELAY_S)
-            fields = {"type": "try_again", "queue_state": "active", "queue_state_reason": reason}
+            fields = {"type": "try_again", "queue_state": state, "queue_state_reason": reason}
             response: Response = json_response(fields, 408)
         else:
             response = error_response(RequestRejected(503, reason, code, "server", RETRY))

@@ -5,6 +5,7 @@ The lease has a connection and a thread of its own: a renewal never waits behind
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from uuid import uuid4
@@ -14,7 +15,7 @@ from tinkex.clock import Clock
 from tinkex.errors import ConfigError
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
-from tinkex.store.cluster.cluster_store import ClusterStore, NodeRecord
+from tinkex.store.cluster.cluster_store import ClusterStore, NodeFacts, NodeRecord
 from tinkex.store.errors import Unavailable
 
 logger = logging.getLogger("tinkex.server")
@@ -26,14 +27,14 @@ MARGIN = 0.1
 
 
 class Node:
-    """`load` returns how many operations are not finished; `on_given_up` is called when the runs may be elsewhere,
+    """`facts` returns what the others are to know; `on_given_up` is called when the runs may be elsewhere,
     `on_joined` when it has a new id."""
 
-    def __init__(self, config: ServeConfig, clock: Clock, models: list[str], load: Callable[[], int]) -> None:
+    def __init__(self, config: ServeConfig, clock: Clock, models: list[str], facts: Callable[[], NodeFacts]) -> None:
         assert config.node_url is not None
         self._store = ClusterStore.open(config.database_url, config.data_dir, durability=config.durability)
         self._db = Db(self._store.interrupt)
-        self._clock, self._models, self._load = clock, models, load
+        self._clock, self._models, self._facts = clock, models, facts
         self.url, self._lease_s = config.node_url, config.node_lease_s
         self.id = ""
         self.former_ids: set[str] = set()
@@ -42,6 +43,9 @@ class Node:
         self.on_given_up: Callable[[], None] = lambda: None
         self.on_joined: Callable[[], None] = lambda: None
         self._sure_until = 0.0
+        self._renewing = asyncio.Lock()
+        self.is_announced = False
+        """Whether the others know that the engine of this node takes commands."""
 
     @property
     def is_sure(self) -> bool:
@@ -53,7 +57,15 @@ class Node:
 
     async def join(self) -> None:
         began, name = self._clock.now(), uuid4().hex[:16]
-        record = NodeRecord(id=name, url=self.url, models=tuple(self._models), version=__version__)
+        facts = self._facts()
+        record = NodeRecord(
+            id=name,
+            url=self.url,
+            models=tuple(self._models),
+            version=__version__,
+            load=facts.operations,
+            facts=facts,
+        )
         await self._db(self._store.join, record, self._lease_s)
         self.former_ids.add(self.id)
         self.id, self.is_draining = name, False
@@ -73,16 +85,20 @@ class Node:
                 logger.warning("the lease of this node cannot be renewed; trying again: %s", error)
 
     async def renew(self) -> None:
-        began = self._clock.now()
-        is_draining = await self._db(self._store.renew, self.id, self._lease_s, self._load())
-        if is_draining is None:
-            logger.warning("node %s was given up: others may have its runs. It forgets them and joins anew", self.id)
-            self._sure_until = 0.0
-            self.on_given_up()
-            await self.join()
-            return
-        self.is_draining = is_draining
-        self._hold_since(began)
+        async with self._renewing:
+            began, facts = self._clock.now(), self._facts()
+            is_draining = await self._db(self._store.renew, self.id, self._lease_s, facts)
+            if is_draining is None:
+                logger.warning(
+                    "node %s was given up: others may have its runs. It forgets them and joins anew", self.id
+                )
+                self._sure_until = 0.0
+                self.on_given_up()
+                await self.join()
+                return
+            self.is_draining = is_draining
+            self.is_announced = self.is_announced or facts.is_ready
+            self._hold_since(began)
 
     def _hold_since(self, began: float) -> None:
         """Count from before the call: the database may have renewed at any moment since."""

@@ -37,9 +37,16 @@ ON_RUNS = frozenset(
 )
 ON_RESULTS = frozenset((endpoints.RETRIEVE_FUTURE.path, endpoints.CANCEL_FUTURE.path))
 ON_SAMPLERS = frozenset((endpoints.ASAMPLE.path, endpoints.SAMPLE_STREAM.path))
+READ = ON_RUNS | ON_RESULTS | ON_SAMPLERS | {endpoints.CREATE_MODEL.path, endpoints.CREATE_SAMPLING_SESSION.path}
+OPENAI = re.compile(r"(?:/v1|/oai/api/v1)/(?:chat/)?completions")
 STEPS = re.compile(r"/api/v1/training_runs/([^/]+)/steps")
+TOKENIZERS = re.compile(r"/api/v1/tokenizers/(.+)/[^/]+")
+MODELS = re.compile(r"(?:/v1|/oai/api/v1)/models/(.+)")
 PROMPT_TOKENS = 256
 """Tokens of a prompt that choose its node: requests that begin alike meet one prefix cache."""
+TOKEN_BYTES = 4
+"""What a token of text takes, roughly."""
+MOST_COUNTED = 10_000
 _SAMPLE = re.compile(rf"{SAMPLE_PREFIX}([0-9a-f]{{16}})-[0-9a-f]{{32}}")
 
 
@@ -55,23 +62,36 @@ class Concern:
     model: str | None = None
     """The base model that it needs, where the request names one."""
     checkpoint: str | None = None
-    """The path of the checkpoint that a new run begins with, or that is sampled from."""
+    """The path of the checkpoint that a new run begins with, or that is sampled from. It has a base model too."""
+    sequences: int = 1
+    """How many sequences a sample has."""
+    is_read: bool = False
+    """Whether a request about a run only reads what is stored: any node can, if it is at home nowhere."""
     body: bytes | None = None
     """The body, if it was read, decompressed."""
+
+
+def _in_path(path: str) -> Concern:
+    if (steps := STEPS.fullmatch(path)) is not None:
+        return Concern("run", unquote(steps[1]), is_read=True)
+    if (tokenizer := TOKENIZERS.fullmatch(path)) is not None:
+        return Concern("none", model=unquote(tokenizer[1]))
+    if (model := MODELS.fullmatch(path)) is not None:
+        return replace(_source(unquote(model[1]), ""), kind="none")
+    return Concern("none")
 
 
 async def concern_of(request: ApiRequest, path: str) -> Concern:
     """Return what a request is about. Its body is read only if it says so. Raises as a handler that reads it does."""
     if request.method == "GET":
-        steps = STEPS.fullmatch(path)
-        return Concern("run", unquote(steps[1])) if steps else Concern("none")
+        return _in_path(path)
     if path in PASSES:
         content = await request.read_body()
         is_protobuf = PROTOBUF in request.headers.get("content-type", "").lower()
         read = partial(_run_of_protobuf if is_protobuf else _run_of_json, content, PASSES[path])
         run_id = await asyncio.to_thread(read) if len(content) > IN_THREAD_BYTES and not is_protobuf else read()
         return Concern("run", run_id, body=content) if run_id else Concern("none", body=content)
-    if path in ON_RUNS or path in ON_RESULTS or path in ON_SAMPLERS or path == endpoints.CREATE_MODEL.path:
+    if path in READ or OPENAI.fullmatch(path):
         content = await request.read_body(MAX_JSON_BYTES)
         try:
             body = parse_json_object(content)
@@ -89,6 +109,10 @@ def _in_json(path: str, body: dict[str, Any]) -> Concern:
         return Concern("operation", request_id)
     if path in ON_SAMPLERS:
         return _sampler(body)
+    if path == endpoints.CREATE_SAMPLING_SESSION.path:
+        return Concern("none", model=_text(body, "base_model"), checkpoint=_text(body, "model_path"))
+    if OPENAI.fullmatch(path):
+        return _completion(body)
     run_id, session_id, number = body.get("model_id"), body.get("session_id"), body.get("model_seq_id")
     if isinstance(run_id, str) and path in ON_RUNS:
         return Concern("run", run_id)
@@ -109,10 +133,29 @@ def _sampler(body: dict[str, Any]) -> Concern:
     return Concern(
         "sampler",
         f"{source} {beginning.decode()}",
+        sequences=_count(body, "num_samples"),
         session_id=_text(body, "sampling_session_id") or "",
         model=_text(body, "base_model"),
         checkpoint=_text(body, "model_path"),
     )
+
+
+def _completion(body: dict[str, Any]) -> Concern:
+    """Choose a completion's node as a sample's, by the text of its prompt or chat."""
+    text = orjson.dumps(body.get("messages") or body.get("prompt"))[: PROMPT_TOKENS * TOKEN_BYTES]
+    return replace(_source(_text(body, "model") or "", text.decode(errors="replace")), sequences=_count(body, "n"))
+
+
+def _source(name: str, beginning: str) -> Concern:
+    """Return the concern of a request that names what to sample from: a checkpoint, or a base model."""
+    if name.startswith("tinker://"):
+        return Concern("sampler", f"{name} {beginning}", checkpoint=name)
+    return Concern("sampler", f"{name} {beginning}", model=name)
+
+
+def _count(body: dict[str, Any], name: str) -> int:
+    value = body.get(name)
+    return value if isinstance(value, int) and 0 < value < MOST_COUNTED else 1
 
 
 def _text(body: dict[str, Any], name: str) -> str | None:

@@ -7,11 +7,13 @@ beginning of its prompt choose. Everything else is served here; by a front, at a
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from itertools import count
 
 from tinkex.server.cluster.homes import Homes
 from tinkex.server.cluster.node import Node
 from tinkex.server.cluster.peers import Peers
+from tinkex.server.cluster.placement import engines_text
 from tinkex.server.cluster.routing import Concern
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.service import Service
@@ -19,6 +21,16 @@ from tinkex.store.errors import Unavailable
 
 MOST_OPERATIONS = 20_000
 """Operations whose run is remembered. The run of another one is read from the journal."""
+
+
+RETRY = {"retry-after": "1"}
+
+
+class NoNodeForRun(RequestRejected):
+    """A run that is at home nowhere, because no living node may have it: those with its model are draining, or gone."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(503, f"{reason}. It goes on when there is one.", "no_node", "server", RETRY)
 
 
 class Switch:
@@ -30,20 +42,34 @@ class Switch:
         """Operation → its run."""
         self._turns = count()
 
-    async def find(self, tenant: str | None, concern: Concern) -> str:
-        """Return the address of the node that is to serve a request; "" is here. Raises 503 if none can."""
+    async def find(self, tenant: str | None, concern: Concern, *, is_hop: bool = False) -> str:
+        """Return the address of the node that is to serve a request; "" is here. Raises 503 if none can.
+
+        `is_hop`: another server sent it here, by what it knows.
+        """
         match concern.kind:
+            case "run" if concern.is_read:
+                return await self._homes.find(concern.name) or await self._any()
             case "run":
-                return await self._home(concern.name, "")
+                url = await self._home(tenant, concern.name)
+                return await self._any() if url is None else url
             case "new_run":
-                return await self._home(concern.name, await self._model_of_new(tenant, concern))
+                model = await self._model_of_new(tenant, concern)
+                url = None if model is None else await self._homes.find(concern.name, model)
+                return await self._any() if url is None else url
             case "operation":
-                return await self._of_operation(concern.name)
+                return await self._of_operation(tenant, concern.name, is_hop)
             case "sample":
                 return await self._of_sample(concern.name)
             case "sampler":
                 return await self._of_sampler(concern)
-        return await self._any(concern.model)
+        return await self._any(await self._model_of(concern))
+
+    async def engines(self, without: str) -> str:
+        """Say what the engines do, other than the one at an address that does not respond."""
+        with suppress(Unavailable):
+            await self._peers.living()
+        return engines_text([node for node in self._peers.known if node.url != without])
 
     async def lives(self, url: str) -> bool:
         """Whether the node at an address lives, as far as the database says."""
@@ -58,10 +84,15 @@ class Switch:
         if len(self._runs) > MOST_OPERATIONS:
             self._runs.popitem(last=False)
 
-    async def _home(self, run_id: str, model: str | None) -> str:
-        """Return where a run is at home. One that does not exist, or that no node can have, is any node's to reject."""
-        url = None if model is None else await self._homes.find(run_id, model)
-        return await self._any() if url is None else url
+    async def _home(self, tenant: str | None, run_id: str) -> str | None:
+        """Return where a run is at home; None if the tenant has no such run. Raises NoNodeForRun."""
+        if (url := await self._homes.find(run_id, "")) is not None:
+            return url
+        run = await self._service.db(self._service.store.get_run, run_id)
+        if run is None or run.tenant != tenant:
+            return None
+        engines = engines_text([node for node in await self._peers.living() if node.serves(run.base_model)])
+        raise NoNodeForRun(f"{run_id} waits for an engine with {run.base_model}: {engines}")
 
     async def _model_of_new(self, tenant: str | None, concern: Concern) -> str | None:
         """Return the base model of a new run; None if it cannot be created. Only sessions that exist get homes."""
@@ -74,17 +105,20 @@ class Switch:
             model = None if saved is None else saved.base_model
         return model or None
 
-    async def _of_operation(self, request_id: str) -> str:
+    async def _of_operation(self, tenant: str | None, request_id: str, is_hop: bool) -> str:
         service = self._service
         if service.worker.pending(request_id) is not None or service.waiters.recent(request_id) is not None:
             return ""
-        if (run_id := self._runs.get(request_id)) is None:
+        # The other server may have read that it is finished, so that any node will do: what is remembered is older.
+        if (run_id := None if is_hop else self._runs.get(request_id)) is None:
             row = await service.db(service.store.get_operation, request_id)
             if row is None or row.state != "queued":  # its result is in the store, which all nodes share
                 return await self._any()
             run_id = row.run_id
             self.remember(request_id, run_id)
-        url = await self._home(run_id, "")
+        url = await self._home(tenant, run_id)
+        if url is None:
+            return await self._any()
         if not url and self._node is not None:
             await service.worker.run_queue(run_id)  # the operation waits here from now on
         return url
@@ -96,19 +130,22 @@ class Switch:
         return await self._peers.url_of(node_id) or ""
 
     async def _of_sampler(self, concern: Concern) -> str:
-        node = await self._peers.choose(concern.name, await self._model_of_sampler(concern))
+        model = await self._model_of(concern)
+        node = await self._peers.choose(concern.name, model, sequences=concern.sequences)
         if node is None or (self._node is not None and node.id == self._node.id):
-            return await self._any(concern.model)
+            return await self._any(model)
         return node.url
 
-    async def _model_of_sampler(self, concern: Concern) -> str | None:
-        """Return the base model of a sampler, if it matters: nodes may serve different ones."""
+    async def _model_of(self, concern: Concern) -> str | None:
+        """Return the base model that a request needs, if it matters: nodes may serve different ones."""
         if concern.model is not None or len({node.models for node in await self._peers.living()}) < 2:
             return concern.model
         service = self._service
         if concern.checkpoint is not None:
             saved = await service.db(service.store.get_checkpoint, concern.checkpoint)
             return None if saved is None else saved.base_model
+        if not concern.session_id:
+            return None
         sampler = await service.db(service.store.get_sampler, concern.session_id)
         return None if sampler is None else sampler.base_model
 
@@ -122,6 +159,3 @@ class Switch:
         if node is None and self._node is None:
             raise RequestRejected(503, "No node of this service lives. Try again.", "no_node", "server", RETRY)
         return "" if node is None else node.url
-
-
-RETRY = {"retry-after": "1"}

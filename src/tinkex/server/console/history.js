@@ -13,6 +13,7 @@ export class History {
     this.seconds = 0;
     this.isActive = false;
     this.isLoaded = false;
+    this.home = null; // the node that works on it, in a cluster
     this.next = -1;
   }
 
@@ -32,6 +33,7 @@ export class History {
       // A long history comes in several responses. Later, one request per refresh is enough; the next gets the rest.
     } while (!this.isLoaded && answer.steps.length > 0);
     this.isActive = answer.is_active;
+    this.home = answer.home ?? null;
     this.isLoaded = true;
   }
 

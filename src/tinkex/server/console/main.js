@@ -2,6 +2,7 @@
 
 import { key, setKey, takeKeyFromAddress } from "./api.js";
 import { checkpointsPage } from "./checkpoints.js";
+import { clusterPage } from "./cluster.js";
 import { fill, h, heading, notice } from "./dom.js";
 import { failuresPage } from "./failures.js";
 import { playgroundPage } from "./playground.js";
@@ -19,6 +20,7 @@ const PAGES = [
   [/^\/checkpoints$/, "Checkpoints", checkpointsPage],
   [/^\/playground$/, "Playground", playgroundPage],
   [/^\/failures$/, "Failures", failuresPage],
+  [/^\/cluster$/, "Cluster", clusterPage],
 ];
 
 const main = document.getElementById("main");
@@ -123,6 +125,7 @@ onState((state) => {
     state.uses_keys && h("span", { class: "muted tenant" }, state.tenant),
   ]);
   document.getElementById("sign-out").hidden = !state.uses_keys;
+  document.getElementById("cluster").hidden = !state.nodes?.length;
 });
 
 takeKeyFromAddress();

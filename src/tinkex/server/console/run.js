@@ -146,6 +146,7 @@ function showFacts(list, run, history) {
     Tokens: short(history.tokens),
     "Engine time": duration(seconds),
     "Last activity": when(run.last_request_time),
+    ...(history.home && { Home: history.home }),
   };
   fill(list, JSON.stringify(told), () =>
     Object.entries(told).map(([term, text]) =>

@@ -54,7 +54,11 @@ NAMED_VALUE_COST: Final = 8
 async def list_models(request: ApiRequest) -> Response:
     """List every name that works: base models, aliases, and the tenant's checkpoints for sampling, newest first."""
     service, tenant = request.service, request.tenant
-    entries = [_model(name, 0, model.name) for model in service.catalog.models for name in model.names]
+    if service.others is None:
+        entries = [_model(name, 0, model.name) for model in service.catalog.models for name in model.names]
+    else:
+        served = await service.others.capabilities()
+        entries = [_model(row["model_name"], 0, row.get("alias_of") or row["model_name"]) for row in served]
     saved, _ = await service.db(
         lambda: service.store.list_checkpoints(tenant, None, 0, MAX_LISTED_CHECKPOINTS, service.clock.wall())
     )

@@ -61,10 +61,9 @@ async def healthz(request: ApiRequest) -> Response:
 
 
 async def get_server_capabilities(request: ApiRequest) -> Response:
-    models = request.service.catalog.models
-    return json_response(
-        {"supported_models": [views.supported_model(model, name) for model in models for name in model.names]}
-    )
+    models, others = request.service.catalog.models, request.service.others
+    own = [views.supported_model(model, name) for model in models for name in model.names]
+    return json_response({"supported_models": own if others is None else await others.capabilities()})
 
 
 async def create_custom_loss(request: ApiRequest) -> Response:

@@ -43,8 +43,10 @@ async def retrieve_future(request: ApiRequest) -> Response:
     pending = service.worker.pending(request_id) if outcome is None else None
     if pending is not None and pending.row.tenant == tenant:
         outcome = await service.waiters.wait(request_id, service.config.poll_hold_s)
-        if outcome is None and service.worker.pending(request_id) is not None:
-            return _not_yet(*service.worker.queue_of(pending))
+        if outcome is None:
+            engines = await service.engines()
+            if service.worker.pending(request_id) is not None:
+                return _not_yet(*service.queue_of(pending, engines))
     if outcome is None:
         row = await service.db(service.store.get_operation, request_id)
         if row is None or row.tenant != tenant or row.state == "refused":
@@ -120,7 +122,9 @@ async def _sample(
         )
     await service.sampling.wait(sample, service.waiters.hold_s(service.config.poll_hold_s))
     if not sample.is_done:
-        return _not_yet(*service.sampling.queue_of(sample))
+        engines = await service.engines()
+        state, reason = service.sampling.queue_of(sample)
+        return _not_yet(state, f"{reason}; {engines}" if engines else reason)
     if sample.error is not None:
         return _failed(*sample.error)
     result, layout, ids = sample.result, sample.targets_layout, sample.sequence_ids

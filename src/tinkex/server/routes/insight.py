@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from starlette.responses import Response
 
 from tinkex._version import __version__
@@ -29,6 +32,7 @@ async def run_steps(request: ApiRequest) -> Response:
     is_active = service.worker.is_active(run.id)  # before the rows: a client that reads "idle" has read all steps
     rows = await service.db(service.store.done_since, run.id, after, MAX_OPERATIONS)
     steps, open_passes = steps_of(rows, is_cut=len(rows) == MAX_OPERATIONS)
+    homes = {} if service.others is None else await service.others.urls_of([run.id])
     return json_response(
         {
             "steps": thinned(steps, most_steps),
@@ -36,36 +40,68 @@ async def run_steps(request: ApiRequest) -> Response:
             "next_seq_id": steps[-1]["seq_id"] if steps else after,
             "open_passes": open_passes,
             "is_active": is_active,
+            "home": homes.get(run.id),
         }
     )
 
 
 async def service_state(request: ApiRequest) -> Response:
+    """Return what the service does. Where several servers share a store, the sum of all of them."""
     service, tenant = request.service, request.tenant
+    own, others = await _state_of(service, tenant), service.others
+    if others is None or request.scope["state"].get("is_hop"):
+        return json_response(own)
+    summed = _sum_of(own, await others.states(tenant), has_engine=not service.config.no_engine)
+    models = [row["model_name"] for row in await others.capabilities()]
+    return json_response({**summed, "models": models, "nodes": await others.nodes()})
+
+
+async def _state_of(service: Service, tenant: str) -> dict[str, Any]:
     engine, worker = service.engine.state, service.worker
     checkpoints, size_bytes = await service.db(service.store.usage, tenant)
     uses_keys = await service.access.uses_keys()
+    engines = await service.engines()
     own = worker.waiting(tenant)  # after every await: operations that ended meanwhile are not in it
-    return json_response(
-        {
-            "version": __version__,
-            "tenant": tenant,
-            "uses_keys": uses_keys,
-            "is_ready": engine.is_ready and worker.pause_reason is None,
-            "reason": worker.pause_reason or "" if engine.is_ready else engine.reason or "The engine is starting.",
-            "models": service.catalog.names,
-            "queue": [_queued(service, row) for row in own[:MAX_QUEUED_SHOWN]],
-            "queued_operations": len(own),
-            "queued_operations_of_others": worker.queued - len(own),
-            "queued_samples": service.sampling.queued,
-            "running_samples": service.sampling.running,
-            "adapters": len(worker.resident()),
-            "engine_bytes": engine.rss_bytes,
-            "engine_restarts": max(engine.generation - 1, 0),
-            "checkpoints": checkpoints,
-            "checkpoint_bytes": size_bytes,
-        }
-    )
+    return {
+        "version": __version__,
+        "tenant": tenant,
+        "uses_keys": uses_keys,
+        "is_ready": engine.is_ready and worker.pause_reason is None,
+        "reason": worker.pause_reason or "" if engine.is_ready else engine.reason or "The engine is starting.",
+        "models": service.catalog.names,
+        "queue": [_queued(service, row, engines) for row in own[:MAX_QUEUED_SHOWN]],
+        "queued_operations": len(own),
+        "queued_operations_of_others": worker.queued - len(own),
+        "queued_samples": service.sampling.queued,
+        "running_samples": service.sampling.running,
+        "adapters": len(worker.resident()),
+        "engine_bytes": engine.rss_bytes,
+        "engine_restarts": max(engine.generation - 1, 0),
+        "checkpoints": checkpoints,
+        "checkpoint_bytes": size_bytes,
+    }
+
+
+SUMMED = (
+    "queued_operations", "queued_operations_of_others", "queued_samples", "running_samples", "adapters", "engine_bytes",
+    "engine_restarts",
+)  # fmt: skip
+
+
+def _sum_of(own: dict[str, Any], others: Sequence[dict[str, Any]], *, has_engine: bool) -> dict[str, Any]:
+    """Return the state of a cluster, from that of the server that responds and those of the other nodes."""
+    ready = [state for state in others if state["is_ready"]]
+    engines = [own, *others] if has_engine else others
+    is_ready = (has_engine and own["is_ready"]) or bool(ready)
+    reasons = [state["reason"] for state in engines if state["reason"]] or ["No node of this service lives."]
+    queue = sorted((row for state in (own, *others) for row in state["queue"]), key=lambda row: -row["waiting_s"])
+    return {
+        **own,
+        **{name: own[name] + sum(state[name] for state in others) for name in SUMMED},
+        "is_ready": is_ready,
+        "reason": "" if is_ready else reasons[0],
+        "queue": queue[:MAX_QUEUED_SHOWN],
+    }
 
 
 async def failed_operations(request: ApiRequest) -> Response:
@@ -75,8 +111,8 @@ async def failed_operations(request: ApiRequest) -> Response:
     return json_response({"operations": [_failed(row) for row in rows], "cursor": views.cursor(offset, limit, total)})
 
 
-def _queued(service: Service, pending: PendingOperation) -> dict[str, object]:
-    state, reason = service.worker.queue_of(pending)
+def _queued(service: Service, pending: PendingOperation, engines: str) -> dict[str, object]:
+    state, reason = service.queue_of(pending, engines)
     return {
         "run_id": pending.row.run_id,
         "seq_id": pending.row.seq_id,

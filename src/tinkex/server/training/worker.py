@@ -111,9 +111,9 @@ class Worker:
         """Why no new operation is started, if none is."""
         return "the service is stopping" if self._is_draining else next(iter(self._paused.values()), None)
 
-    def waiting(self, tenant: str) -> list[PendingOperation]:
-        """Return a tenant's operations that are not finished, the longest waiting first."""
-        own = (pending for pending in self._pending.values() if pending.row.tenant == tenant)
+    def waiting(self, tenant: str | None = None) -> list[PendingOperation]:
+        """Return a tenant's operations that are not finished, or everybody's, the longest waiting first."""
+        own = (pending for pending in self._pending.values() if tenant in (None, pending.row.tenant))
         return sorted(own, key=lambda pending: pending.arrived)
 
     def pending(self, request_id: str) -> PendingOperation | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tinkex.errors import TinkexError
@@ -27,6 +28,8 @@ class Readiness:
     def __init__(self) -> None:
         self._probe: asyncio.Task[str | None] | None = None
         self._asked_s = -math.inf
+        self.is_announced: Callable[[], bool] = lambda: True
+        """Whether the other servers of a cluster know that this one is ready."""
 
     async def reason(self, service: Service) -> str | None:
         """Return why the service cannot work, or None if it can."""
@@ -35,6 +38,8 @@ class Readiness:
             return state.reason or "The engine is starting."
         if state.silent_s > SILENT_S:
             return f"The engine has not responded for {state.silent_s:.0f} s: it is stopped or stuck."
+        if not self.is_announced():
+            return "The other servers do not know yet that the engine of this one is ready."
         return service.worker.pause_reason or await self._probe_reason(service)
 
     async def _probe_reason(self, service: Service) -> str | None:

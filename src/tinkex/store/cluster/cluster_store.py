@@ -7,10 +7,11 @@ about the run is rolled back (`Journal`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, bindparam, delete, func, or_, select, update
+from sqlalchemy import Row, bindparam, delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 
 from tinkex.errors import ConfigError
@@ -36,6 +37,27 @@ _NODES = select(nodes, _RUNS.label("runs"), (nodes.c.until - NOW).label("left_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a node says of itself with each renewal. A node of another release may leave out some, or say more."""
+
+    operations: int = 0
+    """Operations that are not finished."""
+    runs: int = 0
+    """Runs that were at home there."""
+    busy: int = 0
+    """Runs that had operations which are not finished."""
+    samples: int = 0
+    """Sequences that wait or are being drawn."""
+    is_ready: bool = True
+    """Whether its engine takes commands; that of a new node does when it has loaded its models."""
+    capabilities: Sequence[Mapping[str, Any]] = ()
+    """What `get_server_capabilities` says of each of its models."""
+
+
+NO_FACTS = NodeFacts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
     """A server that shares this store."""
 
@@ -45,11 +67,18 @@ class NodeRecord:
     version: str
     kind: str = "train"
     load: int = 0
+    """Operations that are not finished, as of the last renewal."""
     is_draining: bool = False
+    facts: NodeFacts = NO_FACTS
     runs: int = 0
     """Runs that are at home there."""
     left_s: float = 0.0
     """How long it lives unless it renews its lease; negative: since when it does not."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether runs can be at home there."""
+        return self.kind == "train"
 
     def serves(self, model: str) -> bool:
         """Whether it has a base model; "" is any."""
@@ -63,6 +92,10 @@ class Claim(NamedTuple):
     url: str
     is_new: bool = False
     """Whether this call gave it that home."""
+
+
+Choose = Callable[[Sequence[NodeRecord], str], NodeRecord | None]
+"""Decides which of the living nodes gets a run of a base model (`server.cluster.placement`)."""
 
 
 class ClusterStore(Store):
@@ -80,8 +113,9 @@ class ClusterStore(Store):
                 "HOST/NAME, or leave out --node-url to serve alone."
             )
         values = {name: getattr(node, name) for name in ("id", "url", "kind", "load", "version", "is_draining")}
+        values |= {"models": list(node.models), "facts": asdict(node.facts), "until": NOW + lease_s}
         with self._write() as connection:
-            connection.execute(insert(nodes).values(**values, models=list(node.models), until=NOW + lease_s))
+            connection.execute(insert(nodes).values(**values))
         # After the row is there: a server that wants the store for itself takes its lock first, then looks for nodes.
         with self._write() as connection:
             if (address := holder_address(connection)) is not None:
@@ -94,12 +128,12 @@ class ClusterStore(Store):
                 "first, or give this one another database."
             )
 
-    def renew(self, node_id: str, lease_s: float, load: int) -> bool | None:
+    def renew(self, node_id: str, lease_s: float, facts: NodeFacts) -> bool | None:
         """Renew a node's lease. Return whether it is to drain, or None if it has lost the lease: it was given up."""
         renewed = (
             update(nodes)
             .where(nodes.c.id == node_id, _LIVES)
-            .values(until=NOW + lease_s, load=load)
+            .values(until=NOW + lease_s, load=facts.operations, facts=asdict(facts))
             .returning(nodes.c.is_draining)
         )
         with self._write() as connection:
@@ -143,11 +177,11 @@ class ClusterStore(Store):
             row = connection.execute(_HOME, {"run": run_id}).first()
         return _claim(run_id, row) if row is not None and row.lives else None
 
-    def claim(self, run_id: str, model: str, own: str) -> Claim | None:
-        """Return a run's home, after giving it one if it has none that lives; None if no living node has the model.
+    def claim(self, run_id: str, model: str, choose: Choose) -> Claim | None:
+        """Return a run's home, after giving it one if it has none that lives; None if no node is chosen.
 
-        That is the node with the fewest runs; `own` among equals, which saves a hop. With "" as the model the run must
-        exist and has one: ids that nobody has made get no homes.
+        `choose` gets the nodes that live, as this transaction sees them, and the model. With "" as the model the run
+        must exist and has one: ids that nobody has made get no homes.
         """
         for _ in range(MOST_CLAIMS):
             with self._write() as connection:
@@ -159,8 +193,8 @@ class ClusterStore(Store):
                 row = connection.execute(_HOME, {"run": run_id}).first()
                 if row is not None and row.lives:
                     return _claim(run_id, row)
-                node = self._choose(connection, model, own)
-                if node is None:
+                living = [_node(row) for row in connection.execute(_NODES.where(_LIVES))]
+                if (node := choose(living, model)) is None:
                     return None
                 home = Home(run_id=run_id, node=node.id, epoch=1 if row is None else row.epoch + 1)
                 if row is not None:
@@ -172,16 +206,17 @@ class ClusterStore(Store):
                     return Claim(home, node.url, is_new=True)
         return None
 
-    @staticmethod
-    def _choose(connection: Connection, model: str, own: str) -> NodeRecord | None:
-        living = [_node(row) for row in connection.execute(_NODES.where(_LIVES, nodes.c.is_draining.is_(False)))]
-        fit = [node for node in living if node.serves(model)]
-        return min(fit, key=lambda node: (node.runs, node.id != own, node.id), default=None)
-
     def release(self, home: Home) -> None:
         """Let a run be at home nowhere, if it still is in this epoch."""
         is_ours = (homes.c.run_id == home.run_id, homes.c.node == home.node, homes.c.epoch == home.epoch)
         self._run_write(update(homes).where(*is_ours).values(node=""))
+
+    def urls_of(self, run_ids: Sequence[str]) -> dict[str, str]:
+        """Return the address of the node of each run that is at home on one that lives."""
+        query = select(homes.c.run_id, nodes.c.url).join(nodes, nodes.c.id == homes.c.node).where(_LIVES)
+        with self._read() as connection:
+            found = connection.execute(query.where(homes.c.run_id.in_(run_ids))).all()
+        return {row.run_id: row.url for row in found}
 
     def waiting_runs(self, node_id: str) -> list[str]:
         """Return the runs with work that is accepted, whose home is this node or none that lives."""
@@ -199,4 +234,13 @@ def _claim(run_id: str, row: Row[Any]) -> Claim:
 def _node(row: Row[Any]) -> NodeRecord:
     values = row._mapping
     names = ("id", "url", "kind", "load", "version", "is_draining", "runs", "left_s")
-    return NodeRecord(**{name: values[name] for name in names}, models=tuple(values["models"]))
+    given = {name: values[name] for name in names}
+    return NodeRecord(**given, models=tuple(values["models"]), facts=_facts(values["facts"]))
+
+
+def _facts(said: object) -> NodeFacts:
+    """Read what a node says of itself, which may be of an older release, or of a newer one."""
+    if not isinstance(said, dict):
+        return NO_FACTS
+    known = {field.name: said[field.name] for field in fields(NodeFacts) if field.name in said}
+    return NodeFacts(**{**known, "capabilities": tuple(known.get("capabilities", ()))})
