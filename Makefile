@@ -7,7 +7,7 @@ LOCAL := $(VENV)/.local
 KERNELS := src/tinkex/engine/packed/kernels
 INPUTS := pyproject.toml constraints.txt pins.txt hatch_build.py $(KERNELS)/build.py $(wildcard $(KERNELS)/*.[ch])
 
-.PHONY: help demo prepare prepare-full test test-full coverage check format docs site bench conformance compatibility faults faults-proof fuzz schemathesis bom pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
+.PHONY: help demo prepare prepare-full test test-full test-cluster coverage check format docs site bench conformance compatibility faults faults-proof fuzz schemathesis bom pins kernels kernels-aarch64 golden cookbook cookbook-runs clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -42,6 +42,9 @@ test: prepare  ## all tests that fit into a few minutes
 
 test-full: prepare-full  ## the long ones too
 	$(BIN)/python -m pytest
+
+test-cluster: prepare  ## several servers, and engines of several processes, with what they run on
+	$(BIN)/python -m pytest tests/cluster
 
 faults: prepare  ## break a real service in seeded ways and check what it promises: SEEDS=100 FIRST=0 JOBS=4
 	$(BIN)/python -m tests.faults --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) --jobs $(or $(JOBS),4)

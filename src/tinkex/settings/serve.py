@@ -62,6 +62,7 @@ class ServeConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     decode_weights: Literal["float32", "bfloat16", "int8"] = "float32"
     threads: int = 0
+    devices_per_engine: int = 1
     blobs: str | None = None
     blobs_cache_gb: float = 20.0
     durability: Literal["normal", "full"] = "normal"
@@ -327,7 +328,15 @@ SERVE = (
         "The numbers that samples are drawn with on a CPU: fewer bits are faster and not exact; at the start the "
         "service says by how much. Training and prompts keep the model's own.", "KIND",
     ),
-    Setting("threads", count(0, 1024), "Threads for the maths; 0: one per core.", "N"),
+    Setting(
+        "threads", count(0, 1024),
+        "Threads for the maths; 0: one per core. With several devices per engine: of each process.", "N",
+    ),
+    Setting(
+        "devices_per_engine", count(1, 64),
+        "Devices over which the engine divides the weights of each base model (FSDP2), with a process for each: GPUs, "
+        "or on a CPU processes. For models that one device has no room for; with one it is faster.", "N",
+    ),
     Setting(
         "blobs", optional(_bucket),
         "`s3://BUCKET/PREFIX`: where checkpoints, snapshots and large payloads are kept, if not in the data folder. "
