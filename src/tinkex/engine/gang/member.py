@@ -130,7 +130,6 @@ class GangMember:
         base = ShardedModel(model, self._mesh, self._device)
         self._bases.append(base)
         self._runners.append(ShardedRunner(base))
-        gc.collect()  # what held the whole weights
         return Frame({"nbytes": base.nbytes})
 
     def _pass(self, command: Frame) -> Frame:

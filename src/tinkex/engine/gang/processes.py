@@ -61,7 +61,7 @@ class Processes:
         code = process.wait()
         hint = " (often: the machine ran out of memory)" if code == -signal.SIGKILL else ""
         reason = f"was killed by signal {-code}{hint}" if code < 0 else f"ended with exit code {code}"
-        self.end(f"process {index} of the engine's {self.size} {reason}")
+        self.end(f"process {index} of the engine's {self.size} {reason}", was_killed=code < 0)
 
     def send(self, frame: Frame) -> None:
         """Send the same command to every process."""
@@ -105,10 +105,15 @@ class Processes:
         what = f"did not respond within {wait_s:.0f} s" if isinstance(error, TimeoutError) else "closed its connection"
         self.end(f"process {index} of the engine's {self.size} {what}")
 
-    def end(self, reason: str) -> NoReturn:
-        """End the gang, this process included. The first reason is logged; the server starts another engine."""
+    def end(self, reason: str, *, was_killed: bool = False) -> NoReturn:
+        """End the gang, this process included. The first reason is logged; the server starts another engine.
+
+        `was_killed`: as if this process had been killed, which is no reason for the server to give up at the start.
+        """
         with self._ending:  # held to the end: another thread notices what this one does to the processes
             logger.error("The engine cannot go on: %s.", reason)
             for link in getattr(self, "_links", ()):
                 link.process.kill()
+            if was_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             os._exit(1)  # an ordinary exit would wait for a lock that the reading thread has

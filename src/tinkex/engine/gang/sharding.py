@@ -13,6 +13,7 @@ Axes: B rows, T tokens, N flat tokens, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tinkex.engine import heap
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.models.loaded_model import Model
 
@@ -86,6 +88,8 @@ class ShardedModel:
         model.device = device
         model.module.get_input_embeddings().register_forward_hook(_require_gradient)
         self._one_token_BT = torch.zeros(1, 1, dtype=torch.long, device=device)
+        gc.collect()
+        heap.trim()  # the rest of the weights: this process would keep the memory of all of them
 
     def run(self, work: Callable[[], T]) -> T:
         """Compute with the model. Every process of the gang must call this, or `take_part`, at the same time."""
