@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, NoReturn
 
+from tinkex.clock import REAL
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.frames import Frame, read_frame
 
@@ -27,6 +28,9 @@ PROGRAM = (sys.executable, "-P", "-m", "tinkex.engine.gang.member")
 WAIT_S = 120.0
 """How long a process may wait for another one, in a collective or for a reply. They do the same work at the same time,
 so none waits much longer than a layer of a micro-batch takes, or than the machine needs to swap."""
+
+NOTICED_WITHIN_S = 0.5
+"""When a process dies, a collective of this one may fail before the kernel has reported the death, which says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,12 @@ class Processes:
 
     def _fail(self, index: int, error: Exception, wait_s: float) -> NoReturn:
         what = f"did not respond within {wait_s:.0f} s" if isinstance(error, TimeoutError) else "closed its connection"
-        self.end(f"process {index} of the engine's {self.size} {what}")
+        self.end_unless_noticed(f"process {index} of the engine's {self.size} {what}")
+
+    def end_unless_noticed(self, reason: str) -> NoReturn:
+        """End the gang for what may only be a consequence: that a process has died comes first."""
+        REAL.pause(NOTICED_WITHIN_S)
+        self.end(reason)
 
     def end(self, reason: str, *, was_killed: bool = False) -> NoReturn:
         """End the gang, this process included. The first reason is logged; the server starts another engine.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +30,9 @@ class ShardedRunner(GeneralRunner):
                 self._base.take_part(needs_gradient=needs_gradient)
 
     def _target_logprobs(self, items: Sequence[Item]) -> list[Tensor]:
-        return self._base.run(partial(super()._target_logprobs, items))
+        # FSDP hooks the results, and warns that hooks on views get lost: these are a copy of few numbers.
+        whole = super()._target_logprobs
+        return self._base.run(lambda: [logprobs.clone() for logprobs in whole(items)])
 
     def _backward(self, logprobs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Go backward whatever failed: the others wait for this process in every layer."""

@@ -190,7 +190,7 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     from tinkex.engine.training.trainer import Trainer
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    threads = start["threads"] or max(usable_cores() // start["devices"], 1)
+    threads = start["threads"] or max(usable_cores() // (1 if processes is None else processes.size), 1)
     torch.set_num_threads(threads)  # fixed: the order of a sum depends on it, and with it the last bits
     torch.set_num_interop_threads(1)
     torch.backends.cudnn.deterministic = True
@@ -236,7 +236,7 @@ def _one_process(start: Mapping[str, Any], device: Any) -> Loader:
 
 def _start_gang(start: Mapping[str, Any]) -> Processes | None:
     """Start the other processes of a gang before torch is imported: they import it at the same time."""
-    if start["devices"] == 1:
+    if start.get("devices", 1) == 1:
         return None
     from tinkex.engine.gang.processes import Processes
 
