@@ -1,6 +1,6 @@
 """An engine in two processes, each with half of the weights, beside one with two threads, on the same two cores.
 
-    python -m benchmarks.engine_gang [--rounds 5]     (prints; Linux only: memory is the kernel's, from /proc)
+    python -m benchmarks.engine_gang [--rounds 3]     (prints; Linux only: memory is the kernel's, from /proc)
 
 The engines take turns within each round, so that what else the machine does meets both.
 """
@@ -23,7 +23,7 @@ from tinkex.engine.models import registry
 from tinkex.types.inputs import Datum, ModelInput
 
 ROWS, LENGTH, RANK = 8, 64, 8
-SAMPLES, NEW_TOKENS = 4, 16
+SAMPLES, NEW_TOKENS = 4, 4
 
 
 def data(vocab_size: int) -> list[Datum]:
@@ -92,7 +92,7 @@ async def compare(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     asyncio.run(compare(parser.parse_args().rounds))
 
 

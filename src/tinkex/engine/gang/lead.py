@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tinkex.engine import heap
 from tinkex.engine.adapters.adapter import LoraBuffers
 from tinkex.engine.contract import EngineFault, ModelInfo, first_line
 from tinkex.engine.frames import Frame
@@ -85,6 +86,7 @@ class Gang:
             tokens_BT = tokens_BT.to(self._device)
             logits_NV = base.run(lambda: model.logits(model.hidden(tokens_BT).flatten(0, 1))).cpu()
         self._check_logits(model, logits_NV, expected_NV)
+        heap.trim()
         parts = ", ".join(f"{size / 1e6:.1f} MB" for size in sizes)
         logger.info("%s: general runner, weights divided between %d processes (%s)", info.name, self.size, parts)
         return model
