@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.cluster.gang_work import create, load, running, sample, save, train, worst
 from tests.prepare import CACHE
 from tests.unit.engine.architectures import SMALL, saved
-from tinkex.engine.contract import ModelInfo, SampleSpec
+from tinkex.engine.contract import EngineFault, ModelInfo, SampleSpec
+from tinkex.engine.frames import Frame
 from tinkex.engine.models import registry
 
 pytestmark = pytest.mark.full
@@ -139,5 +141,28 @@ def test_training_goes_on_between_samples(tmp_path: Path) -> None:
         assert all(text == texts[0] for text in texts)
         differences = worst(disturbed, undisturbed)
         assert all(value <= TOLERANCE for value in differences.values()), differences
+
+    asyncio.run(run())
+
+
+def test_an_upload_with_a_weight_of_the_base_model_is_compared_with_the_whole_weight(tmp_path: Path) -> None:
+    """PEFT adds the frozen embedding to the file of an adapter on the unembedding. No process has all of it here."""
+    info = model("tiny", tmp_path)
+    name = "model.embed_tokens.weight"
+    embedding = load_file(Path(info.folder) / "model.safetensors")[name]
+
+    async def run() -> None:
+        async with running(info, 2) as engine:
+            await create(engine, info, ("ann",))
+            await save(engine, "ann", tmp_path / "saved")
+            file = tmp_path / "saved" / "adapter_model.safetensors"
+            tensors = load_file(file)
+            upload = Frame({"op": "load", "adapter": "ann", "folder": str(file.parent), "with_optimizer": False})
+            save_file({**tensors, f"base_model.model.{name}": embedding}, file)
+            await engine.run(upload)
+            save_file({**tensors, f"base_model.model.{name}": embedding + 1}, file)
+            with pytest.raises(EngineFault, match="which tinkex/tiny has no layer for"):
+                await engine.run(upload)
+            await train(engine, info, range(1), tmp_path / "after", ("ann",))
 
     asyncio.run(run())

@@ -125,7 +125,7 @@ class Gang:
         try:
             yield
         except Exception as error:
-            logger.debug("%s failed", what, exc_info=True)
+            logger.info("%s failed", what, exc_info=True)
             reason = f"{type(error).__name__}: {first_line(error, 300).rstrip('.')}"
             self.processes.end_unless_noticed(f"{what} failed in process 0 of {self.size} ({reason})")
 
