@@ -23,7 +23,7 @@ from tinkex.engine.training.runner import Item
 def split_rows(items: Sequence[Item], size: int) -> list[list[Item]]:
     """Divide items between processes: about as many tokens for each, and at most one item more than for another.
 
-    The longest first, dealt out to and fro.
+    The longest first, dealt out back and forth.
     """
     shares: list[list[Item]] = [[] for _ in range(size)]
     for place, item in enumerate(sorted(items, key=lambda item: -item.length)):
