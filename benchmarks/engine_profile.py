@@ -16,7 +16,7 @@ from time import perf_counter
 
 from tinkex.engine.process import main as process
 
-process._settle_threads_and_memory()  # as the engine's process does, before torch is loaded
+process.settle_threads_and_memory()  # as the engine's process does, before torch is loaded
 
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402

@@ -22,7 +22,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -93,3 +93,19 @@ def decode_parts(head: Buffer, body: Buffer) -> Frame:
     if at != view.nbytes:
         raise ValueError(f"The buffers of a frame have {view.nbytes} bytes, its head says {at}.")
     return Frame(fields, buffers)
+
+
+def read_frame(stream: BinaryIO) -> Frame | None:
+    """Read the next frame, or None at the end. Its buffers are writable views: torch warns about read-only ones."""
+    prefix = stream.read(PREFIX.size)
+    if len(prefix) < PREFIX.size:
+        return None
+    head_size, body_size = PREFIX.unpack(prefix)
+    head, body = stream.read(head_size), memoryview(bytearray(body_size))
+    at = 0
+    while at < body_size:
+        count = stream.readinto(body[at:])  # type: ignore[attr-defined]
+        if not count:
+            return None
+        at += count
+    return decode_parts(head, body) if len(head) == head_size else None

@@ -77,12 +77,18 @@ class LocalEngine:
         max_cache_tokens: int = 131072,
         adapters_bytes: int = 1 << 30,
         decode_weights: str = "float32",
+        devices: int = 1,
+        gang_wait_s: float = 120.0,
         program: Sequence[str] = PROGRAM,
         options: Mapping[str, Any] | None = None,
         clock: Clock = REAL,
     ) -> None:
         """`program`: what is run as the child. It does as `engine.process.main` says. `options`: what else it is told
-        at its start."""
+        at its start.
+
+        `devices`: over how many it spreads each model, with a process for each (`engine.gang`). `gang_wait_s`: how long
+        one of these processes waits for another.
+        """
         self._start_frame = Frame(
             {
                 "op": "start",
@@ -95,6 +101,8 @@ class LocalEngine:
                 "max_cache_tokens": max_cache_tokens,
                 "adapters_bytes": adapters_bytes,
                 "decode_weights": decode_weights,
+                "devices": devices,
+                "gang_wait_s": gang_wait_s,
                 **(options or {}),
             }
         )

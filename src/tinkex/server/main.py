@@ -225,6 +225,7 @@ def engine_for(config: ServeConfig, models: list[ModelInfo]) -> LocalEngine:
         max_rows=config.max_rows,
         max_cache_tokens=config.max_cache_tokens,
         decode_weights=config.decode_weights,
+        devices=config.devices_per_engine,
         adapters_bytes=min(MAX_SAMPLED_ADAPTERS, adapter_budget(config.adapter_memory_mb)),
     )
 

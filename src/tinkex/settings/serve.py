@@ -71,6 +71,7 @@ class ServeConfig:
     vllm_slots: int = 8
     vllm_cache_gb: float = 2.0
     proofs: bool = False
+    devices_per_engine: int = 1
     blobs: str | None = None
     blobs_cache_gb: float = 20.0
     durability: Literal["normal", "full"] = "normal"
@@ -397,7 +398,15 @@ SERVE = (
         "The numbers that samples are drawn with on a CPU: fewer bits are faster and not exact; at the start the "
         "service says by how much. Training and prompts keep the model's own.", "KIND",
     ),
-    Setting("threads", count(0, 1024), "Threads for the maths; 0: one per core.", "N"),
+    Setting(
+        "threads", count(0, 1024),
+        "Threads for the maths; 0: one per core. With several devices per engine: of each process.", "N",
+    ),
+    Setting(
+        "devices_per_engine", count(1, 64),
+        "Devices over which the engine divides the weights of each base model (FSDP2), with a process for each: GPUs, "
+        "or on a CPU processes. For models that one device has no room for; with one it is faster.", "N",
+    ),
     Setting("sampler", one_of("own", "vllm"), "What samples: `own`, the engine that trains, or `vllm` beside it, a "
             "process for each base model. Needs `tinkex[vllm]`.", "KIND"),
     Setting("vllm_python", optional(_path), "The Python that has vLLM, if that is not the one that runs the service.",

@@ -153,7 +153,7 @@ def test_a_node_that_has_just_joined_is_found_at_once() -> None:
         return function(*args)
 
     async def find() -> list[str | None]:
-        peers = Peers(REAL, cast(Any, reads), cast(Any, call))
+        peers = Peers(FakeClock(), cast(Any, reads), cast(Any, call))
         first = await peers.url_of("a" * 16)
         living.append(NodeRecord(id="b" * 16, url="http://b", models=("tiny",), version=""))
         return [first, await peers.url_of("b" * 16), await peers.url_of("a" * 16), await peers.url_of("c" * 16)]

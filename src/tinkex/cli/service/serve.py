@@ -15,7 +15,9 @@ from tinkex.settings import LIMITS, ServeConfig
 from tinkex.terminal import output
 
 GROUPS = {
-    "models and computation": ("base_models", "device", "dtype", "decode_weights", "threads", "cache_dir"),
+    "models and computation": (
+        "base_models", "device", "dtype", "decode_weights", "threads", "devices_per_engine", "cache_dir",
+    ),
     "sampling with vLLM": ("sampler", "vllm_python", "vllm_max_rank", "vllm_slots", "vllm_cache_gb", "proofs"),
     "network": ("host", "port", "public_url"),
     "access": ("api_keys", "keys_file"),

@@ -20,8 +20,8 @@ from tinkex.engine.models.loaded_model import Model
 from tinkex.rules import ranges
 
 
-class Adapter:
-    """One adapter on a base model. A new one changes nothing: A is uniform in ±1/√D from the seed, B is zero."""
+class LoraBuffers:
+    """The weights of an adapter and their pending gradient: what a pass needs. All zero at first."""
 
     def __init__(self, model: Model, spec: LoraSpec) -> None:
         self.model = model
@@ -30,9 +30,6 @@ class Adapter:
         total = sum(spec.rank * (site.d_in + site.d_out) for site in self.sites)
         self.weights_P = torch.zeros(total, device=model.device)
         self.gradient_P = torch.zeros(total, device=model.device)
-        self.exp_avg_P = torch.zeros(total, device=model.device)
-        self.exp_avg_sq_P = torch.zeros(total, device=model.device)
-        self.step = 0
         self.has_gradient = False
         gradients = split_into_pairs(self.gradient_P, self.sites, spec.rank)
         leaves: dict[str, tuple[Tensor, Tensor]] = {}
@@ -41,23 +38,33 @@ class Adapter:
             for leaf, gradient in zip(leaves[name], gradients[name], strict=True):
                 leaf.grad = gradient
         self.lora = LoraWeights(spec, leaves)
+
+    def clear_gradient(self) -> None:
+        # In place: the leaves' gradients are views of it.
+        self.gradient_P.zero_()
+        self.has_gradient = False
+
+
+class Adapter(LoraBuffers):
+    """One adapter on a base model. A new one changes nothing: A is uniform in ±1/√D from the seed, B is zero."""
+
+    def __init__(self, model: Model, spec: LoraSpec) -> None:
+        super().__init__(model, spec)
+        self.exp_avg_P = torch.zeros_like(self.weights_P)
+        self.exp_avg_sq_P = torch.zeros_like(self.weights_P)
+        self.step = 0
         # Drawn on the CPU for every device, so that the same seed gives the same adapter everywhere.
         generator = torch.Generator().manual_seed(spec.seed % 2**64)
         with torch.no_grad():
             for site in self.sites:
                 bound = 1 / math.sqrt(site.d_in)
                 a_RD = torch.empty(spec.rank, site.d_in).uniform_(-bound, bound, generator=generator)
-                leaves[site.name][0].copy_(a_RD)
+                self.lora.pairs[site.name][0].copy_(a_RD)
 
     @property
     def state(self) -> dict[str, Tensor]:
         """The buffers that a snapshot always has."""
         return {"weights": self.weights_P, "exp_avg": self.exp_avg_P, "exp_avg_sq": self.exp_avg_sq_P}
-
-    def clear_gradient(self) -> None:
-        # In place: the leaves' gradients are views of it.
-        self.gradient_P.zero_()
-        self.has_gradient = False
 
 
 def sites_for(model: Model, spec: LoraSpec) -> list[Site]:

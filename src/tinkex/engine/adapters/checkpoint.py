@@ -229,8 +229,7 @@ def _read_pairs(tensors: Mapping[str, Tensor], rank: int, model: Model) -> Itera
 
 
 def _is_base_weight(name: str, tensor: Tensor, model: Model) -> bool:
-    weights = {_PREFIX + key: value for key, value in model.module.state_dict().items()}
-    own = weights.get(name.replace(".base_layer.", "."))
+    own = model.weight(name.replace(".base_layer.", ".").removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
     return own is not None and own.shape == tensor.shape and bool(torch.allclose(own.float().cpu(), tensor.float()))
 
 

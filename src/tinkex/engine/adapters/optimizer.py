@@ -123,6 +123,8 @@ def _update(slices: Sequence[AdapterSlice], settings: AdamW) -> list[float]:
         old_P, gradient_P = scratch_2P[:, : len(weights[-1])]
         before.append(old_P.copy_(weights[-1]))
         gradients.append(torch.mul(adapter.gradient_P[part], gradient_scale, out=gradient_P))
+    # The fused kernel does not count as a change in place, and a gang sends weights that have changed by that count.
+    torch.autograd.graph.increment_version(weights)
     adamw(
         weights,
         gradients,

@@ -9,7 +9,7 @@ Axes: B rows of the batch, T tokens, N flat tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Model:
         self.packed: Any = None
         """Set by `runner_choice.packed_weights`: the weights in the packed layout, False if the model cannot run
         packed, None until it is asked for. Untyped, because this package does not import `packed`."""
+        self.gather: Callable[[str], Tensor] | None = None
+        """Set by `gang`, where each process has a part of every weight: returns a whole one by its name."""
         self.module = module.eval().requires_grad_(False).to(device)
         self._body = self.module.base_model
         self._head = self.module.get_output_embeddings()
@@ -48,6 +50,11 @@ class Model:
     @property
     def vocab_size(self) -> int:
         return int(self._head.out_features)
+
+    def weight(self, name: str) -> Tensor | None:
+        """Return a weight of the base model by its name; None if there is none of that name."""
+        own: Tensor | None = self.module.state_dict().get(name)
+        return own if own is None or self.gather is None else self.gather(name)
 
     def hidden(
         self,

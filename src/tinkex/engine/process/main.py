@@ -23,16 +23,22 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from tinkex.clock import REAL
 from tinkex.engine.contract import EngineFault, ModelInfo
-from tinkex.engine.frames import HEADER, PREFIX, Frame, decode_parts, packet_parts
+from tinkex.engine.frames import HEADER, Frame, packet_parts, read_frame
 from tinkex.engine.process.loop import Inbox, Loop, Packet, Send, moment_s
 from tinkex.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from tinkex.engine.gang.processes import Processes
+    from tinkex.engine.models.loaded_model import Model
+    from tinkex.engine.sampling.decoder import Decoder
+    from tinkex.engine.training.runner import Runner
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -158,25 +164,15 @@ def read_packets(stdin: BinaryIO, inbox: Inbox) -> None:
 
 
 def read_packet(stream: BinaryIO) -> Packet | None:
-    """Read the next packet, or None at the end. Its buffers are writable views: torch warns about read-only ones."""
+    """Read the next packet, or None at the end."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
     number, name_size = HEADER.unpack(header)
-    tenant, prefix = stream.read(name_size), stream.read(PREFIX.size)
-    if len(prefix) < PREFIX.size:
+    tenant = stream.read(name_size)
+    frame = read_frame(stream)
+    if frame is None:
         return None
-    head_size, body_size = PREFIX.unpack(prefix)
-    head, body = stream.read(head_size), memoryview(bytearray(body_size))
-    at = 0
-    while at < body_size:
-        count = stream.readinto(body[at:])  # type: ignore[attr-defined]
-        if not count:
-            return None
-        at += count
-    if len(head) < head_size:
-        return None
-    frame = decode_parts(head, body)
     frame.head["tenant"] = tenant.decode()  # for passes and samples alike: nothing behind this line knows the pipe
     return number, frame
 
@@ -184,34 +180,32 @@ def read_packet(stream: BinaryIO) -> Packet | None:
 def load(start: Mapping[str, Any], send: Send) -> Loop:
     """Import torch and load the models, which is slow. Sends what it is loading."""
     send(0, Frame({"news": "loading", "what": "PyTorch"}))
-    _settle_threads_and_memory()
+    settle_threads_and_memory()
+    processes = _start_gang(start)
     import torch
     from transformers.utils import logging as transformers_logging
 
     from tinkex.engine.adapters.lora import group_sizes
-    from tinkex.engine.models import loaded_model
-    from tinkex.engine.runner_choice import choose_decoder, choose_runner
     from tinkex.engine.sampling.sampler import Sampler
     from tinkex.engine.training.trainer import Trainer
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    threads = start["threads"] or usable_cores()
+    threads = start["threads"] or max(usable_cores() // (1 if processes is None else processes.size), 1)
     torch.set_num_threads(threads)  # fixed: the order of a sum depends on it, and with it the last bits
     torch.set_num_interop_threads(1)
     torch.backends.cudnn.deterministic = True
     device = pick_device(start["device"])
-    dtype = getattr(torch, start["dtype"])
-    models: dict[str, loaded_model.Model] = {}
+    loader = _one_process(start, device) if processes is None else _gang(processes, start, device, threads)
+    models: dict[str, Model] = {}
     for fields in start["models"]:
         fields["aliases"], fields["end_tokens"] = tuple(fields["aliases"]), tuple(fields["end_tokens"])
         info = ModelInfo(**fields)
         send(0, Frame({"news": "loading", "what": info.aliases[0] if info.aliases else info.name}))
-        loaded = loaded_model.load(info, device, dtype)
-        models.update(dict.fromkeys(info.names, loaded))
-    trainer = Trainer(models, choose_runner=choose_runner, token_budget=start["token_budget"])
+        models.update(dict.fromkeys(info.names, loader.load(info)))
+    trainer = Trainer(models, choose_runner=loader.choose_runner, token_budget=start["token_budget"])
     sampler = Sampler(
         models,
-        choose_decoder=partial(choose_decoder, weight_format=start["decode_weights"]),
+        choose_decoder=partial(loader.choose_decoder, weight_format=start["decode_weights"]),
         max_rows=start["max_rows"],
         max_cache_tokens=start["max_cache_tokens"],
         adapters_bytes=start["adapters_bytes"],
@@ -222,7 +216,41 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     return Loop(trainer, sampler, send, moment_s(largest, device.type))
 
 
-def _settle_threads_and_memory() -> None:
+class Loader(NamedTuple):
+    """How base models are loaded, trained and sampled: in this process alone, or in a gang."""
+
+    load: Callable[[ModelInfo], Model]
+    choose_runner: Callable[[Model], Runner]
+    choose_decoder: Callable[..., Decoder]
+
+
+def _one_process(start: Mapping[str, Any], device: Any) -> Loader:
+    import torch
+
+    from tinkex.engine.models import loaded_model
+    from tinkex.engine.runner_choice import choose_decoder, choose_runner
+
+    dtype = getattr(torch, start["dtype"])
+    return Loader(partial(loaded_model.load, device=device, dtype=dtype), choose_runner, choose_decoder)
+
+
+def _start_gang(start: Mapping[str, Any]) -> Processes | None:
+    """Start the other processes of a gang before torch is imported: they import it at the same time."""
+    if start.get("devices", 1) == 1:
+        return None
+    from tinkex.engine.gang.processes import Processes
+
+    return Processes(start["devices"], start["gang_wait_s"])
+
+
+def _gang(processes: Processes, start: Mapping[str, Any], device: Any, threads: int) -> Loader:
+    from tinkex.engine.gang.lead import Gang
+
+    gang = Gang(processes, start, device, threads)
+    return Loader(gang.load, gang.choose_runner, gang.choose_decoder)
+
+
+def settle_threads_and_memory() -> None:
     """Set how torch's threads wait for each other, and that freed memory stays with the process. Before torch loads."""
     # Threads that spin take the cores from the server, from clients and from each other; threads that sleep at once
     # must be woken for every small product. A pass of 8×32 tokens of eight adapters took 2.3 s asleep, 1.2 s with a

@@ -41,15 +41,17 @@ class GeneralRunner:
         for needs_gradient in (True, False):
             chosen = [item for item in items if item.needs_gradient is needs_gradient]
             if chosen:
-                self._run_items(sorted(chosen, key=lambda item: order[item.adapter]), needs_gradient)
+                self.run_items(sorted(chosen, key=lambda item: order[item.adapter]), needs_gradient)
 
-    def _run_items(self, items: Sequence[Item], needs_gradient: bool) -> None:
+    def run_items(self, items: Sequence[Item], needs_gradient: bool) -> None:
         with torch.set_grad_enabled(needs_gradient):
             logprobs = self._target_logprobs(items)
-            gradients = [compute_loss(item, lp) for item, lp in zip(items, logprobs, strict=True)]
-            pairs = [(lp, d_lp) for lp, d_lp in zip(logprobs, gradients, strict=True) if d_lp is not None]
-            if pairs:
-                torch.autograd.backward([lp for lp, _ in pairs], [d_lp for _, d_lp in pairs])
+            self._backward(logprobs, [compute_loss(item, lp) for item, lp in zip(items, logprobs, strict=True)])
+
+    def _backward(self, logprobs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        pairs = [(lp, d_lp) for lp, d_lp in zip(logprobs, gradients, strict=True) if d_lp is not None]
+        if pairs:
+            torch.autograd.backward([lp for lp, _ in pairs], [d_lp for _, d_lp in pairs])
 
     def _target_logprobs(self, items: Sequence[Item]) -> list[Tensor]:
         """Return, for each item, the log-probabilities of its targets, in the targets' shape."""

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinkex.engine.adapters.adapter import Adapter
+from tinkex.engine.adapters.adapter import LoraBuffers
 from tinkex.engine.contract import EngineFault
 from tinkex.engine.training.losses import Config, Loss, Metrics
 
@@ -29,7 +29,7 @@ from tinkex.engine.training.losses import Config, Loss, Metrics
 class Item:
     """One datum of a pass, with the adapter and the loss that it belongs to, and what the runner computed for it."""
 
-    adapter: Adapter
+    adapter: LoraBuffers
     loss: Loss
     config: Config
     needs_gradient: bool
