@@ -58,7 +58,7 @@ def separate_tokens_from_cost(connection: Connection) -> None:
     connection.execute(update(operations).where(cost > 0).values(tokens=tokens))
 
 
-MIGRATIONS: tuple[Migration, ...] = (add_missing, add_missing, separate_tokens_from_cost, *3 * (add_missing,))
+MIGRATIONS: tuple[Migration, ...] = (add_missing, add_missing, separate_tokens_from_cost, *4 * (add_missing,))
 """Migration n is at index n - 1. One that only adds is `add_missing` again; one that also fills in values calls it."""
 
 
