@@ -68,6 +68,7 @@ class ServeConfig:
     vllm_slots: int = 8
     vllm_cache_gb: float = 2.0
     proofs: bool = False
+    engines: int = 1
     blobs: str | None = None
     blobs_cache_gb: float = 20.0
     durability: Literal["normal", "full"] = "normal"
@@ -160,18 +161,30 @@ def bucket_access(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {"region": "us-east-1", **access}
 
 
+def bucket_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that `bucket_access` reads, for a server that is started on another machine."""
+    environ = os.environ if environ is None else environ
+    known = (name for names in BUCKET_VARIABLES.values() for name in names)
+    return {name: environ[name] for name in known if environ.get(name, "").strip()}
+
+
 def check_cluster(config: ServeConfig) -> None:
     """Raise unless a server that shares its store with others has what that needs."""
     flag = "--no-engine" if config.no_engine else "--node-url"
-    if not config.database_url.startswith(("postgres:", "postgresql:", "postgresql+")):
-        raise ConfigError(
-            f"{flag} needs a PostgreSQL that all servers of the cluster share. Set TINKEX_DATABASE_URL to "
-            f"postgresql://USER:PASSWORD@HOST/NAME, or leave out {flag} to serve alone."
-        )
+    check_postgres(config, flag)
     if config.cluster_secret is None:
         raise ConfigError(
             f"{flag} needs a secret that all servers of the cluster share: set TINKEX_CLUSTER_SECRET, or name a file "
             f"with --cluster-secret-file. {SECRET_CHARACTERS} characters or more; `openssl rand -hex 32` makes one."
+        )
+
+
+def check_postgres(config: ServeConfig, flag: str) -> None:
+    """Raise unless the database is one that several servers can share. `flag` is what asks for several."""
+    if not config.database_url.startswith(("postgres:", "postgresql:", "postgresql+")):
+        raise ConfigError(
+            f"{flag} needs a PostgreSQL that all servers of the cluster share. Set TINKEX_DATABASE_URL to "
+            f"postgresql://USER:PASSWORD@HOST/NAME, or leave out {flag} to serve alone."
         )
 
 
@@ -346,6 +359,8 @@ SERVE = (
             "samples.", "GB"),
     Setting("proofs", yes_or_no, "Save with all weights what a vLLM sampler compares before it serves them. On with "
             "`--sampler vllm`; for nodes that train while others sample.", "BOOL", is_switch=True),
+    Setting("engines", count(1, 64), "Engines on this machine, each with a GPU of its own or an equal share of the "
+            "cores, behind one address. More than one needs PostgreSQL.", "N"),
     Setting(
         "blobs", optional(_bucket),
         "`s3://BUCKET/PREFIX`: where checkpoints, snapshots and large payloads are kept, if not in the data folder. "
