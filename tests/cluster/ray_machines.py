@@ -20,8 +20,36 @@ from tests.integration.service.live import CACHE
 
 PORT = 6390
 LEASE_S = 5.0
+GPUS = 2
+"""What each machine but the head is said to have. Ray counts resources; it does not look at them."""
 OBJECTS_BYTES = 100_000_000
 """Ray's object store of each machine. Nothing of ours is put there, and this is near the least that Ray takes."""
+
+
+AUTOSCALED = {
+    "cluster_name": "test",
+    "provider": {
+        "type": "fake_multinode",
+        "use_node_id_as_ip": True,
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+    },
+    "head_node_type": "head",
+    "upscaling_speed": 1.0,
+    "idle_timeout_minutes": 0.1,
+    "auth": {},
+    "docker": {},
+    "file_mounts": {},
+    "cluster_synced_files": [],
+    "file_mounts_sync_continuously": False,
+    "initialization_commands": [],
+    "setup_commands": [],
+    "head_setup_commands": [],
+    "worker_setup_commands": [],
+    "head_start_ray_commands": [],
+    "worker_start_ray_commands": [],
+}
+"""What Ray's own tests of its autoscaler use."""
 
 
 class RayMachines:
@@ -31,6 +59,7 @@ class RayMachines:
         self._network, self._cpus = network, cpus
         self.python = tools.make("ray")
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: a socket's path has 107 characters at most
+        self._variables: dict[str, str] = {}
         self._token = secrets.token_hex(32)
         self._run = uuid.uuid4().hex
         self.head, *self.others = network.addresses
@@ -48,6 +77,7 @@ class RayMachines:
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith("TINKEX_")},
             **dict(mark.split("=") for mark in (self.mark, self.mark_of(address))),
+            **self._variables,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -65,8 +95,34 @@ class RayMachines:
         for address in self.others[:2]:
             self.add(address)
 
+    def start_autoscaled(self, most: int) -> None:
+        """Start the head alone, with Ray's autoscaler, which may start so many machines of one CPU beside it.
+
+        Its provider is Ray's own for tests: machines are raylets beside the head's, at the same address.
+        """
+        config = self._folder / "autoscaler.json"
+        config.write_text(
+            json.dumps(
+                {
+                    **AUTOSCALED,
+                    "max_workers": most,
+                    "available_node_types": {
+                        "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+                        "machine": {
+                            "resources": {"CPU": 1, "object_store_memory": OBJECTS_BYTES},
+                            "node_config": {},
+                            "max_workers": most,
+                        },
+                    },
+                }
+            )
+        )
+        self._variables = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        flags = ("--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false")
+        self._start(self.head, *flags, f"--autoscaling-config={config}")
+
     def add(self, address: str) -> None:
-        self._start(address, f"--address={self.address}", f"--num-cpus={self._cpus}")
+        self._start(address, f"--address={self.address}", f"--num-cpus={self._cpus}", f"--num-gpus={GPUS}")
 
     def _start(self, address: str, *flags: str) -> None:
         words = [*self._network.prefix(address), str(self.python), "-m", "ray.scripts.scripts", "start"]
@@ -135,6 +191,7 @@ class TinkexOnRay:
             "--sample": "0",
             "--fronts": fronts,
             "--base-model": "tinkex/tiny",
+            "--threads": 1,
             "--cache-dir": CACHE,
             "--blobs": self._bucket,
             "--data-dir": self._folder,

@@ -135,6 +135,7 @@ def test_a_node_that_is_stopped_leaves_its_runs_to_the_others_at_once(cluster: C
     assert [server for (server,) in cluster.rows("SELECT url FROM nodes")] == [near.url]
 
 
+@pytest.mark.full
 def test_a_run_moves_in_the_middle_of_its_steps_and_keeps_its_bits(
     cluster: Cluster, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:

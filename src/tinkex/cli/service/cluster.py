@@ -30,9 +30,9 @@ The node takes no more runs, and gives up those it has: each is saved and goes o
 with its next request. Clients notice nothing but a short wait. When no run is left the node can be
 stopped. Samples that it is drawing are asked for again if it stops before they are done."""
 MORE_MOVE = """\
-The run's home finishes the operation that it is working on, saves the run, and hands it over. Without
-NODE it goes to the node with the fewest runs among the others. It goes on with the same bits on the
-same kind of machine; its client notices nothing but a short wait."""
+The run's home finishes the operation that it is working on, saves the run, and hands it over.
+Without NODE it goes to the node with the fewest runs among the others. It goes on with the same
+bits on the same kind of machine; its client notices nothing but a short wait."""
 OUTSIDE = "the cluster's database"
 
 

@@ -11,18 +11,19 @@ from tinkex.cli.service.data_folder import LOCATION, WORK, add_flags, config_of
 from tinkex.terminal import output
 
 MORE_UP = """\
-Ray starts every server as an actor where it has room, and again elsewhere if its machine dies. Each
-machine of the Ray cluster needs tinkex with the extras local, postgres, s3 and ray, in the same
-release. Run this again with other numbers to scale: what is missing is added, what is too much is
-drained first and then stopped. Servers that Ray has no room for wait, and its autoscaler sees them.
+Ray starts every server as an actor where it has room, and again elsewhere if its machine dies.
+Each machine of the Ray cluster needs tinkex with the extras local, postgres, s3 and ray, in the
+same release. Run this again with other numbers to scale: what is missing is added, what is too
+much is drained first and then stopped. Servers that Ray has no room for wait, and its autoscaler
+sees them.
 
-Set TINKEX_DATABASE_URL and the bucket's variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID …) where you
-run this; they travel through Ray to its actors. So Ray must let nobody else in: RAY_AUTH_MODE=token
-on all its machines, and RAY_USE_TLS=1 where its network is not private. Without --blobs, --data-dir
-must be a folder that all machines share."""
+Set TINKEX_DATABASE_URL and the bucket's variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID …) where
+you run this; they travel through Ray to its actors. So Ray must let nobody else in: set
+RAY_AUTH_MODE=token on all its machines, and RAY_USE_TLS=1 where its network is not private. Without
+--blobs, --data-dir must be a folder that all machines share."""
 MORE_DOWN = """\
-Every node gives up its runs, each with a snapshot, and stops; the fronts stop last. Nothing is lost:
-`tinkex cluster up` goes on with the same database and bucket."""
+Every node gives up its runs, each with a snapshot, and stops; the fronts stop last. Nothing is
+lost: `tinkex cluster up` goes on with the same database and bucket."""
 OF_NODES = {
     "models and computation": (
         "base_models", "device", "dtype", "decode_weights", "threads", "cache_dir", "max_batch_tokens",
@@ -38,8 +39,8 @@ WAIT_S = 600.0
 def add_to(group: CommandParser) -> None:
     up = group.add_command(
         "up", start, "have Ray run the servers of a cluster",
-        "tinkex cluster up --ray auto --train 4xGPU:1 --fronts 2 --base-model Qwen/Qwen3-8B --blobs s3://tinkex",
-        "tinkex cluster up --ray 10.0.0.5:6379 --train 2xCPU:4 --base-model smollm2-135m --data-dir /shared/tinkex",
+        "tinkex cluster up --train 4xGPU:1 --fronts 2 --base-model Qwen/Qwen3-8B --blobs s3://tinkex",
+        "tinkex cluster up --ray 10.0.0.5:6379 --train 2xCPU:4 --data-dir /shared/tinkex",
         more=MORE_UP,
     )  # fmt: skip
     up.add_argument(

@@ -159,8 +159,7 @@ class ClusterStore(Store):
                 row = connection.execute(_HOME, {"run": run_id}).first()
                 if row is not None and row.lives:
                     return _claim(run_id, row)
-                target = None if row is None else row.target
-                node = self._choose(connection, model, own, target)
+                node = self._on_its_way(connection, row) or self._choose(connection, model, own)
                 if node is None:
                     return None
                 if (claim := self._settle(connection, run_id, row, node)) is not None:
@@ -168,8 +167,23 @@ class ClusterStore(Store):
         return None
 
     @staticmethod
+    def _choose(connection: Connection, model: str, own: str) -> NodeRecord | None:
+        living = [_node(row) for row in connection.execute(_NODES.where(_LIVES, nodes.c.is_draining.is_(False)))]
+        fit = [node for node in living if node.serves(model)]
+        return min(fit, key=lambda node: (node.runs, node.id != own, node.id), default=None)
+
+    @staticmethod
+    def _on_its_way(connection: Connection, row: Row[Any] | None) -> NodeRecord | None:
+        """Return the node that a run was to move to when its home ended, if it lives and takes runs."""
+        if row is None or row.target is None:
+            return None
+        living = _NODES.where(_LIVES, nodes.c.id == row.target, nodes.c.is_draining.is_(False))
+        found = connection.execute(living).first()
+        return None if found is None else _node(found)
+
+    @staticmethod
     def _settle(connection: Connection, run_id: str, row: Row[Any] | None, node: NodeRecord) -> Claim | None:
-        """Give a run without a home that lives a home, in a new epoch. None: its first row is another node's."""
+        """Give a run without a home that lives a home, in a new epoch. None: another claim was the first."""
         home = Home(run_id=run_id, node=node.id, epoch=1 if row is None else row.epoch + 1)
         if row is not None:
             change = update(homes).where(homes.c.run_id == run_id)
@@ -178,13 +192,6 @@ class ClusterStore(Store):
         new = insert(homes).values(run_id=run_id, node=home.node, epoch=home.epoch)
         is_first = connection.scalar(new.on_conflict_do_nothing().returning(homes.c.epoch)) is not None
         return Claim(home, node.url, is_new=True) if is_first else None
-
-    @staticmethod
-    def _choose(connection: Connection, model: str, own: str, target: str | None = None) -> NodeRecord | None:
-        """Return the node for a run: the one that it was on its way to, or the one with the fewest runs."""
-        living = [_node(row) for row in connection.execute(_NODES.where(_LIVES, nodes.c.is_draining.is_(False)))]
-        fit = [node for node in living if node.serves(model)]
-        return min(fit, key=lambda node: (node.id != target, node.runs, node.id != own, node.id), default=None)
 
     def release(self, home: Home) -> None:
         """Let a run be at home nowhere, if it still is in this epoch."""
