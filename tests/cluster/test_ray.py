@@ -20,7 +20,7 @@ from tests import tools
 from tests.cluster.network import Network, can_make
 from tests.cluster.processes import marked
 from tests.cluster.ray_machines import LEASE_S, RayMachines, TinkexOnRay
-from tests.cluster.training import Trainer
+from tests.cluster.training import PAUSE_S, Trainer
 from tests.integration.service.live import LiveServer
 from tests.unit.store.bucket_server import ACCESS, BucketServer
 from tests.unit.store.postgres import PostgresServer
@@ -56,8 +56,9 @@ class OnRay(NamedTuple):
         rows = self.rows("SELECT url FROM nodes WHERE until > extract(epoch FROM clock_timestamp()) ORDER BY url")
         return [url for (url,) in rows]
 
-    def train(self, url: str, steps: int = STEPS) -> Trainer:
-        return Trainer(url, steps, self.key, prefix=self.network.prefix(self.network.hub_address))
+    def train(self, url: str, pause_s: float = PAUSE_S) -> Trainer:
+        prefix = self.network.prefix(self.network.hub_address)
+        return Trainer(url, STEPS, self.key, prefix=prefix, pause_s=pause_s)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,7 @@ def test_a_cluster_grows_and_shrinks(on_ray: Callable[[int], OnRay], undisturbed
     assert len(cluster.living()) == 3
     check_secrets(cluster)
 
-    trainer = cluster.train(servers["front-0"]["url"])
+    trainer = cluster.train(servers["front-0"]["url"], pause_s=2.0)  # it takes longer than what follows
     last = servers["train-2"]["url"]
     moved = cluster.tinkex.cluster("move", trainer.run_id, last)
     assert moved.returncode == 0 and cluster.home_of(trainer.run_id) == last, moved.stderr

@@ -1,6 +1,6 @@
 """A client in a process of its own: trains step by step, says when each is done, and names the digests of the files.
 
-    python -m tests.cluster.training URL STEPS     # the key is in TINKER_API_KEY
+    python -m tests.cluster.training URL STEPS [PAUSE_S]     # the key is in TINKER_API_KEY
 
 It prints `run ID`, then `step N` after each step, then `done {"adapter_model.safetensors": sha256, …}`.
 """
@@ -23,6 +23,8 @@ import urllib.request
 import tinkex
 
 MOST_S = 300.0
+PAUSE_S = 0.05
+"""How long the client thinks between two steps, so that what happens to it meanwhile takes some of them."""
 
 
 def batch_of(step: int) -> list[tinkex.Datum]:
@@ -37,7 +39,7 @@ def batch_of(step: int) -> list[tinkex.Datum]:
     ]
 
 
-def train(url: str, steps: int, key: str) -> None:
+def train(url: str, steps: int, key: str, pause_s: float = PAUSE_S) -> None:
     with tinkex.ServiceClient(base_url=url, api_key=key) as client:
         training = client.create_lora_training_client(base_model="tinkex/tiny", rank=4, seed=11)
         print("run", training.model_id, flush=True)
@@ -46,7 +48,7 @@ def train(url: str, steps: int, key: str) -> None:
             training.optim_step(tinkex.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).result(timeout=MOST_S)
             passed.result(timeout=MOST_S)
             print("step", step, flush=True)
-            time.sleep(0.05)  # a client that thinks between two steps: what happens to it takes seconds
+            time.sleep(pause_s)
         path = training.save_state("final").result(timeout=MOST_S).path
     run, checkpoint = path.removeprefix("tinker://").split("/", 1)
     address = f"{url}/api/v1/training_runs/{run}/checkpoints/{checkpoint}/archive"
@@ -65,8 +67,10 @@ def train(url: str, steps: int, key: str) -> None:
 class Trainer:
     """Starts the above and reads what it says."""
 
-    def __init__(self, url: str, steps: int, key: str, *, prefix: tuple[str, ...] = ()) -> None:
-        words = [*prefix, sys.executable, "-m", "tests.cluster.training", url, str(steps)]
+    def __init__(
+        self, url: str, steps: int, key: str, *, prefix: tuple[str, ...] = (), pause_s: float = PAUSE_S
+    ) -> None:
+        words = [*prefix, sys.executable, "-m", "tests.cluster.training", url, str(steps), str(pause_s)]
         self._process = subprocess.Popen(
             words, stdout=subprocess.PIPE, env={**os.environ, "TINKER_API_KEY": key}, text=True
         )
@@ -110,4 +114,4 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], int(sys.argv[2]), os.environ["TINKER_API_KEY"])
+    train(sys.argv[1], int(sys.argv[2]), os.environ["TINKER_API_KEY"], *map(float, sys.argv[3:]))

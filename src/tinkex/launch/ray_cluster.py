@@ -71,11 +71,13 @@ def scale(
     with _connected(address, report) as ray, _store(config) as store:
         config = _shared_settings(ray, config, store)
         fleet = _Fleet(ray, report)
-        fleet.retire(store, sorted(fleet.names - set(names)), wait_s)
+        busy = fleet.retire(store, sorted(fleet.names - set(names)), wait_s)
         for name in names:
             if name not in fleet.names:
                 fleet.launch(name, config, None if name.startswith("front") else train)
-        return fleet.wait_until_ready(names, wait_s)
+        states = fleet.wait_until_ready(names, wait_s)
+        _let_take_runs(store, states)
+    return [*states, *(ServerState(name=name, failure="it still has runs, and drains") for name in busy)]
 
 
 def stop(address: str, config: ServeConfig, *, wait_s: float, report: Report) -> list[str]:
@@ -128,6 +130,14 @@ def _shared_settings(ray: Any, config: ServeConfig, store: ClusterStore) -> Serv
     return config
 
 
+def _let_take_runs(store: ClusterStore, states: Sequence[ServerState]) -> None:
+    """End the draining of nodes that were to stop, had not, and are wanted again."""
+    urls = {state.url for state in states}
+    for node in store.list_nodes():
+        if node.is_draining and node.url in urls:
+            store.set_draining(node.id, False)
+
+
 class _Fleet:
     """The actors of this cluster."""
 
@@ -174,7 +184,7 @@ class _Fleet:
         while not all(state.is_ready for state in states.values()) and REAL.now() < end:
             for name in names:
                 if name not in calls and not states[name].is_ready:
-                    calls[name] = self._ray.get_actor(name).state.remote()
+                    calls[name] = self._actor(name).state.remote()
             done = self._ray.wait(list(calls.values()), num_returns=len(calls), timeout=LOOK_S)[0] if calls else []
             for name in [name for name, call in calls.items() if call in done]:
                 states[name] = self._result(name, calls.pop(name))
@@ -185,6 +195,12 @@ class _Fleet:
             if done:
                 REAL.pause(LOOK_S)
         return [states[name] for name in names]
+
+    def _actor(self, name: str) -> Any:
+        try:
+            return self._ray.get_actor(name)
+        except ValueError:
+            raise ConfigError(f"Ray has no actor {name} any more: another command may have stopped it.") from None
 
     def _result(self, name: str, call: Any) -> ServerState:
         """Return what an actor says, or why it does not. Raises ConfigError if it will never."""
@@ -202,7 +218,7 @@ class _Fleet:
 
     def retire(self, store: ClusterStore, names: Sequence[str], wait_s: float) -> list[str]:
         """Drain nodes and stop them; fronts stop last. Return the names of those that have runs and go on."""
-        handles = {name: self._ray.get_actor(name) for name in names}
+        handles = {name: self._actor(name) for name in names}
         urls = self._urls(handles)
         nodes = {node.url: node.id for node in store.list_nodes()}
         draining = {name: nodes[url] for name, url in urls.items() if url in nodes}
