@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
@@ -24,6 +25,7 @@ class Network:
         self.hub, self.hub_address = f"{self._name}-hub", "10.99.0.254"
         self.addresses = [f"10.99.0.{number}" for number in range(1, count + 1)]
         self._made: list[str] = []
+        _remove_left_over()
         try:
             self._make()
         except BaseException:
@@ -71,6 +73,18 @@ class Network:
 
     def _of(self, address: str) -> str:
         return self.hub if address == self.hub_address else f"{self._name}-{self.addresses.index(address)}"
+
+
+def _remove_left_over() -> None:
+    """Remove what a test left behind that was killed: its namespaces, and all processes in them."""
+    for path in Path("/run/netns").glob("tinkex-*-*"):
+        if Path("/proc", path.name.split("-")[1]).exists():
+            continue
+        listed = subprocess.run(["ip", "netns", "pids", path.name], capture_output=True, text=True, check=False)
+        for pid in listed.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", path.name], check=False)
 
 
 def can_make() -> bool:

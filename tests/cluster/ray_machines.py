@@ -34,7 +34,7 @@ AUTOSCALED = {
         "disable_node_updaters": True,
         "disable_launch_config_check": True,
     },
-    "head_node_type": "head",
+    "head_node_type": "ray.head.default",
     "upscaling_speed": 1.0,
     "idle_timeout_minutes": 0.1,
     "auth": {},
@@ -107,7 +107,7 @@ class RayMachines:
                     **AUTOSCALED,
                     "max_workers": most,
                     "available_node_types": {
-                        "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+                        "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
                         "machine": {
                             "resources": {"CPU": 1, "object_store_memory": OBJECTS_BYTES},
                             "node_config": {},
