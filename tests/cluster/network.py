@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
+NAME = "tinkex-ray"
 
 
 class Network:
@@ -21,7 +22,7 @@ class Network:
     """
 
     def __init__(self, count: int) -> None:
-        self._name = f"tinkex-{os.getpid()}"
+        self._name = f"{NAME}-{os.getpid()}"
         self.hub, self.hub_address = f"{self._name}-hub", "10.99.0.254"
         self.addresses = [f"10.99.0.{number}" for number in range(1, count + 1)]
         self._made: list[str] = []
@@ -77,8 +78,8 @@ class Network:
 
 def _remove_left_over() -> None:
     """Remove what a test left behind that was killed: its namespaces, and all processes in them."""
-    for path in Path("/run/netns").glob("tinkex-*-*"):
-        if Path("/proc", path.name.split("-")[1]).exists():
+    for path in Path("/run/netns").glob(f"{NAME}-*-*"):
+        if Path("/proc", path.name.split("-")[2]).exists():
             continue
         listed = subprocess.run(["ip", "netns", "pids", path.name], capture_output=True, text=True, check=False)
         for pid in listed.stdout.split():
@@ -91,7 +92,7 @@ def can_make() -> bool:
     """Whether this user may make namespaces here."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return False
-    name = f"tinkex-{os.getpid()}-try"
+    name = f"{NAME}-{os.getpid()}-try"
     try:
         done = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
     except OSError:
