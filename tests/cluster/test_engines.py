@@ -97,7 +97,7 @@ def engines(postgres: PostgresServer, tmp_path: Path) -> Iterator[Engines]:
 def _schema(postgres: PostgresServer, folder: Path) -> str:
     name = f"engines_{abs(hash(folder)) % 10**9}"
     with psycopg.connect(postgres.url(), autocommit=True) as connection:
-        connection.execute(f"CREATE SCHEMA {name}")  # type: ignore[call-overload]
+        connection.execute(f"CREATE SCHEMA {name}")
     return postgres.url(name)
 
 

@@ -89,7 +89,7 @@ def on_ray(postgres: PostgresServer, tmp_path: Path) -> Iterator[Callable[[int],
                 machines.start_autoscaled(2)
             name = f"ray_{abs(hash(tmp_path)) % 10**9}"
             with psycopg.connect(postgres.url(), autocommit=True) as connection:
-                connection.execute(f"CREATE SCHEMA {name}")  # type: ignore[call-overload]
+                connection.execute(f"CREATE SCHEMA {name}")
             database, key = postgres.url(name), _key(postgres.url(name), tmp_path)
             with network.inside_hub():
                 place = bucket.new_url()
