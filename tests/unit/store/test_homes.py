@@ -117,6 +117,8 @@ def test_a_run_moves_when_its_home_hands_it_over(store: ClusterStore) -> None:
     assert store.ask_to_move(RUN, "b").id == "b"
     assert store.find_home(RUN) == first, "until its home gives it up"
     assert store.moves("a") == [(first.home, "b")] and store.moves("b") == []
+    assert store.ask_to_move(RUN, "a").id == "a" and store.moves("a") == [], "it is to stay after all"
+    store.ask_to_move(RUN, "b")
     assert store.hand_over(first.home, "b")
     assert store.find_home(RUN) == Claim(Home(run_id=RUN, node="b", epoch=2), "http://b")
     assert store.moves("a") == store.moves("b") == []

@@ -213,10 +213,9 @@ class ClusterStore(Store):
             row = connection.execute(_HOME, {"run": run_id}).first()
             at_home = row.node if row is not None and row.lives else ""
             node = self._destination(connection, model, at_home, node_id)
-            if node.id == at_home:
-                return node
             if at_home:
-                connection.execute(update(homes).where(homes.c.run_id == run_id).values(target=node.id))
+                target = None if node.id == at_home else node.id  # None: it stays, whatever was asked for before
+                connection.execute(update(homes).where(homes.c.run_id == run_id).values(target=target))
             elif self._settle(connection, run_id, row, node) is None:
                 raise ValidationError(f"{run_id} has just found a home by itself. Ask again.")
         return node
