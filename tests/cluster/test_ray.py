@@ -213,7 +213,7 @@ def test_a_cluster_grows_and_shrinks(on_ray: Callable[[int], OnRay], undisturbed
     assert len(cluster.living()) == 3
     check_secrets(cluster)
 
-    trainer = cluster.train(servers["front-0"]["url"], pause_s=2.0)  # it takes longer than what follows
+    trainer = cluster.train(servers["front-0"]["url"], pause_s=1.5)  # it takes longer than what follows
     last = servers["train-2"]["url"]
     moved = cluster.tinkex.cluster("move", trainer.run_id, last)
     assert moved.returncode == 0 and cluster.home_of(trainer.run_id) == last, moved.stderr
