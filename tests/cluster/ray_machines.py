@@ -26,32 +26,6 @@ OBJECTS_BYTES = 100_000_000
 """Ray's object store of each machine. Nothing of ours is put there, and this is near the least that Ray takes."""
 
 
-AUTOSCALED = {
-    "cluster_name": "test",
-    "provider": {
-        "type": "fake_multinode",
-        "use_node_id_as_ip": True,
-        "disable_node_updaters": True,
-        "disable_launch_config_check": True,
-    },
-    "head_node_type": "ray.head.default",
-    "upscaling_speed": 1.0,
-    "idle_timeout_minutes": 0.1,
-    "auth": {},
-    "docker": {},
-    "file_mounts": {},
-    "cluster_synced_files": [],
-    "file_mounts_sync_continuously": False,
-    "initialization_commands": [],
-    "setup_commands": [],
-    "head_setup_commands": [],
-    "worker_setup_commands": [],
-    "head_start_ray_commands": [],
-    "worker_start_ray_commands": [],
-}
-"""What Ray's own tests of its autoscaler use."""
-
-
 class RayMachines:
     """The first machine is the head, without room for actors that ask for CPUs; the others have `cpus` each."""
 
@@ -59,7 +33,6 @@ class RayMachines:
         self._network, self._cpus = network, cpus
         self.python = tools.make("ray")
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: a socket's path has 107 characters at most
-        self._variables: dict[str, str] = {}
         self._token = secrets.token_hex(32)
         self._run = uuid.uuid4().hex
         self.head, *self.others = network.addresses
@@ -77,7 +50,6 @@ class RayMachines:
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith("TINKEX_")},
             **dict(mark.split("=") for mark in (self.mark, self.mark_of(address))),
-            **self._variables,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -94,32 +66,6 @@ class RayMachines:
         self._start(self.head, "--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false")
         for address in self.others[:2]:
             self.add(address)
-
-    def start_autoscaled(self, most: int) -> None:
-        """Start the head alone, with Ray's autoscaler, which may start so many machines of one CPU beside it.
-
-        Its provider is Ray's own for tests: machines are raylets beside the head's, at the same address.
-        """
-        config = self._folder / "autoscaler.json"
-        config.write_text(
-            json.dumps(
-                {
-                    **AUTOSCALED,
-                    "max_workers": most,
-                    "available_node_types": {
-                        "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-                        "machine": {
-                            "resources": {"CPU": 1, "object_store_memory": OBJECTS_BYTES},
-                            "node_config": {},
-                            "max_workers": most,
-                        },
-                    },
-                }
-            )
-        )
-        self._variables = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-        flags = ("--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false")
-        self._start(self.head, *flags, f"--autoscaling-config={config}")
 
     def add(self, address: str) -> None:
         self._start(address, f"--address={self.address}", f"--num-cpus={self._cpus}", f"--num-gpus={GPUS}")

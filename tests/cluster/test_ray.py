@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -70,10 +69,7 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def on_ray(postgres: PostgresServer, tmp_path: Path) -> Iterator[Callable[[int], OnRay]]:
-    """Starts three machines with so many CPUs each, a database, a bucket, and a key for clients.
-
-    With 0 CPUs: one machine, and Ray's autoscaler, which may start two of one CPU each.
-    """
+    """Starts three machines with so many CPUs each, a database, a bucket, and a key for clients."""
     network = Network(4)
     started: list[RayMachines] = []
     with network.inside_hub():
@@ -83,10 +79,7 @@ def on_ray(postgres: PostgresServer, tmp_path: Path) -> Iterator[Callable[[int],
         def start(cpus: int) -> OnRay:
             machines = RayMachines(network, cpus)
             started.append(machines)
-            if cpus:
-                machines.start()
-            else:
-                machines.start_autoscaled(2)
+            machines.start()
             name = f"ray_{abs(hash(tmp_path)) % 10**9}"
             with psycopg.connect(postgres.url(), autocommit=True) as connection:
                 connection.execute(f"CREATE SCHEMA {name}")
@@ -233,28 +226,6 @@ def test_a_cluster_grows_and_shrinks(on_ray: Callable[[int], OnRay], undisturbed
     assert code == 0, said + cluster.machines.logs()
     assert "2.0 used of 2.0 reserved in placement groups" in cluster.machines.status()
     assert cluster.train(servers["front-0"]["url"]).digests() == undisturbed
-
-
-def test_the_autoscaler_starts_machines_for_nodes_that_have_no_room_and_removes_empty_ones(
-    on_ray: Callable[[int], OnRay], undisturbed: dict[str, str]
-) -> None:
-    cluster = on_ray(0)
-    assert machines_of(cluster) == 0
-    code, servers, said = cluster.tinkex.up("2xCPU:1", fronts=1)
-    assert code == 0, said + cluster.machines.status() + cluster.machines.logs()
-    assert len(cluster.living()) == machines_of(cluster) == 2
-    assert cluster.train(servers["front-0"]["url"]).digests() == undisturbed
-    code, servers, said = cluster.tinkex.up("1xCPU:1", fronts=1)
-    assert code == 0, said
-    until(lambda: machines_of(cluster) == 1, 120, cluster.machines.status)
-    assert len(cluster.living()) == 1
-    assert cluster.train(servers["front-0"]["url"]).digests() == undisturbed
-
-
-def machines_of(cluster: OnRay) -> int:
-    """How many machines of one CPU the autoscaler has started."""
-    text = cluster.machines.status().partition("Active:")[2].partition("Pending:")[0]
-    return sum(int(number) for number in re.findall(r"(\d+) machine", text))
 
 
 def check_secrets(cluster: OnRay) -> None:
