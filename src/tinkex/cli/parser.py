@@ -42,7 +42,7 @@ COMMANDS = {
     "key": ("service", "manage API keys"),
     "backup": ("service", "back up a service's data"),
     "gc": ("service", "delete unused files"),
-    "cluster": ("service", "show and drain the servers that share a database"),
+    "cluster": ("service", "start, show, drain and stop the servers that share a database"),
     "completion": ("commands", "print a shell completion script"),
 }
 """Command → the folder of its module, which has a function `add(parser, about)`, and what the command does."""

@@ -32,8 +32,10 @@ from tinkex.settings.serve import KEY_PREFIX as KEY_PREFIX
 from tinkex.settings.serve import SERVE as SERVE
 from tinkex.settings.serve import ServeConfig as ServeConfig
 from tinkex.settings.serve import bucket_access as bucket_access
+from tinkex.settings.serve import bucket_variables as bucket_variables
 from tinkex.settings.serve import check_cluster as check_cluster
 from tinkex.settings.serve import check_keys as check_keys
+from tinkex.settings.serve import check_postgres as check_postgres
 from tinkex.settings.serve import private_environment as private_environment
 from tinkex.settings.serve import resolve_serve as resolve_serve
 from tinkex.settings.serve import write_private_file as write_private_file

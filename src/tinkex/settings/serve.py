@@ -72,6 +72,7 @@ class ServeConfig:
     vllm_cache_gb: float = 2.0
     proofs: bool = False
     devices_per_engine: int = 1
+    engines: int = 1
     blobs: str | None = None
     blobs_cache_gb: float = 20.0
     durability: Literal["normal", "full"] = "normal"
@@ -174,6 +175,13 @@ def bucket_access(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {"region": "us-east-1", **access}
 
 
+def bucket_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that `bucket_access` reads, for a server that is started on another machine."""
+    environ = os.environ if environ is None else environ
+    known = (name for names in BUCKET_VARIABLES.values() for name in names)
+    return {name: environ[name] for name in known if environ.get(name, "").strip()}
+
+
 def check_cluster(config: ServeConfig) -> None:
     """Raise unless a server that shares its store with others has what that needs, or is alone and set up so."""
     if not config.is_clustered:
@@ -184,11 +192,7 @@ def check_cluster(config: ServeConfig) -> None:
             )
         return
     flag = "--no-engine" if config.no_engine else "--node-url"
-    if not config.database_url.startswith(("postgres:", "postgresql:", "postgresql+")):
-        raise ConfigError(
-            f"{flag} needs a PostgreSQL that all servers of the cluster share. Set TINKEX_DATABASE_URL to "
-            f"postgresql://USER:PASSWORD@HOST/NAME, or leave out {flag} to serve alone."
-        )
+    check_postgres(config, flag)
     if config.cluster_secret is None:
         raise ConfigError(
             f"{flag} needs a secret that all servers of the cluster share: set TINKEX_CLUSTER_SECRET, or name a file "
@@ -205,6 +209,15 @@ def check_cluster(config: ServeConfig) -> None:
     needs_tls = "--node-cert" if config.node_cert else "--cluster-ca" if config.cluster_ca else ""
     if needs_tls and (config.node_url or "").startswith("http://"):
         raise ConfigError(f"With {needs_tls} the --node-url must begin with https://, not {config.node_url!r}.")
+
+
+def check_postgres(config: ServeConfig, flag: str) -> None:
+    """Raise unless the database is one that several servers can share. `flag` is what asks for several."""
+    if not config.database_url.startswith(("postgres:", "postgresql:", "postgresql+")):
+        raise ConfigError(
+            f"{flag} needs a PostgreSQL that all servers of the cluster share. Set TINKEX_DATABASE_URL to "
+            f"postgresql://USER:PASSWORD@HOST/NAME, or leave out {flag} to serve alone."
+        )
 
 
 def check_keys(config: ServeConfig, *, has_stored_keys: bool) -> None:
@@ -419,6 +432,8 @@ SERVE = (
             "samples.", "GB"),
     Setting("proofs", yes_or_no, "Save with all weights what a vLLM sampler compares before it serves them. On with "
             "`--sampler vllm`; for nodes that train while others sample.", "BOOL", is_switch=True),
+    Setting("engines", count(1, 64), "Engines on this machine, each with a GPU of its own or an equal share of the "
+            "cores, behind one address. More than one needs PostgreSQL.", "N"),
     Setting(
         "blobs", optional(_bucket),
         "`s3://BUCKET/PREFIX`: where checkpoints, snapshots and large payloads are kept, if not in the data folder. "

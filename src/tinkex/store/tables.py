@@ -145,6 +145,7 @@ homes = Table(
     Column("run_id", SafeText, primary_key=True),
     Column("node", SafeText, nullable=False),  # "": at home nowhere
     Column("epoch", BigInteger, nullable=False),  # how often it was claimed; it never goes back
+    Column("target", SafeText),  # the node that is to have it next (`tinkex cluster move`). Version 7 added it
 )
 """The one node that works on a run. Rows stay, so that an epoch is never used twice. Version 5 added it."""
 Index("homes_by_node", homes.c.node)

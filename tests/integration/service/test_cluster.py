@@ -138,6 +138,35 @@ def test_a_node_that_is_stopped_leaves_its_runs_to_the_others_at_once(cluster: C
     assert [server for (server,) in cluster.rows("SELECT url FROM nodes")] == [near.url]
 
 
+@pytest.mark.full
+def test_a_run_moves_in_the_middle_of_its_steps_and_keeps_its_bits(
+    cluster: Cluster, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    """To the other node, and back, while the client has steps under way."""
+    near, home = two_nodes(cluster, 0)
+    moved: list[tuple[int, str, str]] = []
+    moves: list[threading.Thread] = []
+
+    def move(run_id: str, *node: str) -> None:
+        words = [sys.executable, "-m", "tinkex", "cluster", "move", run_id, *node, "--database-url", cluster.url]
+        done = subprocess.run([*words, "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=120)
+        moved.append((done.returncode, done.stdout + done.stderr, cluster.home_of(run_id).url))
+
+    def disturb(step: int, run_id: str) -> None:
+        if step in (5, 25):
+            assert cluster.home_of(run_id) is (home if step == 5 else near)
+            moves.append(threading.Thread(target=move, args=(run_id, *((home.url,) if step == 25 else ()))))
+            moves[-1].start()
+        if step in (14, 34):
+            moves[-1].join()
+
+    found = train(near.url, disturb)
+    assert [(code, url) for code, _, url in moved] == [(0, near.url), (0, home.url)], moved
+    assert f"is at home at {near.url} now." in moved[0][1]
+    assert found == undisturbed, cluster.logs()
+    assert all("was handed over to node" in server.log() for server in cluster.servers)
+
+
 # ── The death and the freezing of a home
 
 

@@ -49,6 +49,9 @@ LOCAL = [
     ["cluster"],
     ["cluster", "status"],
     ["cluster", "drain"],
+    ["cluster", "move"],
+    ["cluster", "up"],
+    ["cluster", "down"],
 ]
 """Commands that use no service: they have no options for its address and key."""
 FIRST = ["demo", "serve", "console", "chat", "doctor"]

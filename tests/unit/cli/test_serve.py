@@ -194,3 +194,13 @@ def test_without_a_terminal_a_service_never_waits_for_input(tmp_path: Path) -> N
         check=False,
     )
     assert done.returncode == 1 and "key" in done.stderr
+
+
+def test_a_private_service_ends_with_a_program_that_read_its_log(tmp_path: Path) -> None:
+    """Its last message went to a closed pipe: the error ended the thread that was to stop the service."""
+    words = ("--base-model", "tinkex/tiny", "--port", "0", "--data-dir", str(tmp_path / "data"))
+    process = start("serve", "--private", str(tmp_path / "private"), *words, stdin=subprocess.PIPE)
+    assert process.stderr is not None and process.stdin is not None
+    process.stderr.close()
+    process.stdin.close()
+    assert process.wait(60) == 0

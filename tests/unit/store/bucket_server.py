@@ -19,15 +19,16 @@ _numbers = itertools.count()
 class BucketServer:
     """Can be stopped and started again, at the same address and with the same objects."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        with socket.create_server((host, 0)) as free:
             self._port = free.getsockname()[1]
         self.start()
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self._host}:{self._port}"
 
     @property
     def access(self) -> dict[str, str]:
@@ -44,7 +45,7 @@ class BucketServer:
         }
 
     def start(self) -> None:
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+        self._server = ThreadedMotoServer(ip_address=self._host, port=self._port, verbose=False)
         self._server.start()
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from tests.unit.store.conftest import Place, operation, run
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, ValidationError
 from tinkex.server.cluster.placement import node_for_run
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeFacts, NodeRecord
 from tinkex.store.errors import HomeLost, LeaseLost
@@ -63,6 +63,13 @@ def claimed(store: ClusterStore, run_id: str, own: str = "a") -> Claim:
     return claim
 
 
+def create(store: ClusterStore) -> Home:
+    """A run that is at home on the node a."""
+    home = claimed(store, RUN).home
+    store.add_run(run(), operation(0), b"create", home)
+    return home
+
+
 def test_runs_go_to_the_node_with_the_fewest_and_stay_there(store: ClusterStore) -> None:
     homes = [claimed(store, f"s:train:{number}", own="b") for number in range(4)]
     assert [claim.home.node for claim in homes] == ["b", "a", "b", "a"], "the asking node among equals"
@@ -100,6 +107,59 @@ def test_a_run_that_was_released_gets_a_new_epoch_even_on_the_same_node(store: C
     store.release(first.home)
     assert store.find_home(RUN) is None
     assert claimed(store, RUN).home == replace(first.home, epoch=2)
+
+
+def test_a_run_moves_when_its_home_hands_it_over(store: ClusterStore) -> None:
+    create(store)
+    store.join(node("c"), 60)
+    claimed(store, "s:train:1", own="b")
+    first = store.find_home(RUN)
+    assert first is not None and first.home.node == "a"
+    assert store.ask_to_move(RUN).id == "c", "the one with the fewest runs among the others"
+    assert store.ask_to_move(RUN, "b").id == "b"
+    assert store.find_home(RUN) == first, "until its home gives it up"
+    assert store.moves("a") == [(first.home, "b")] and store.moves("b") == []
+    assert store.ask_to_move(RUN, "a").id == "a" and store.moves("a") == [], "it is to stay after all"
+    store.ask_to_move(RUN, "b")
+    assert store.hand_over(first.home, "b")
+    assert store.find_home(RUN) == Claim(Home(run_id=RUN, node="b", epoch=2), "http://b")
+    assert store.moves("a") == store.moves("b") == []
+    assert not store.hand_over(first.home, "c"), "it is at home elsewhere by now"
+    with pytest.raises(HomeLost):
+        store.set_snapshot(RUN, "folder", 1, home=first.home)
+
+
+def test_a_run_stays_if_the_node_that_was_to_have_it_takes_no_more(store: ClusterStore, postgres_place: Place) -> None:
+    create(store)
+    for end in (lambda: store.set_draining("b", True), lambda: end_lease(postgres_place, "b")):
+        store.set_draining("b", False)
+        store.ask_to_move(RUN, "b")
+        [(home, target)] = store.moves("a")
+        end()
+        assert not store.hand_over(home, target)
+        assert store.moves("a") == []
+        assert store.find_home(RUN) == Claim(home, "http://a")
+        with pytest.raises(ValidationError, match="No other node that lives"):
+            store.ask_to_move(RUN)
+    with pytest.raises(ValidationError, match="The node b does not live"):
+        store.ask_to_move(RUN, "b")
+    with pytest.raises(ValidationError, match="There is no run 'unknown'"):
+        store.ask_to_move("unknown")
+    store.join(node("c", models=("other",)), 60)
+    with pytest.raises(ValidationError, match="serves other, and not tinkex/tiny"):
+        store.ask_to_move(RUN, "c")
+
+
+def test_a_run_whose_home_dies_on_the_way_goes_where_it_was_to_go(store: ClusterStore, postgres_place: Place) -> None:
+    create(store)
+    store.join(node("c"), 60)
+    claimed(store, "s:train:1", own="c")
+    assert store.ask_to_move(RUN, "c").id == "c"
+    end_lease(postgres_place, "a")
+    assert claimed(store, RUN, own="b").home == Home(run_id=RUN, node="c", epoch=2), "not b, which has fewer"
+    end_lease(postgres_place, "c")
+    assert store.ask_to_move(RUN, "b").id == "b"
+    assert store.find_home(RUN) == Claim(Home(run_id=RUN, node="b", epoch=3), "http://b"), "nobody has to give it up"
 
 
 def test_a_node_whose_lease_has_run_out_cannot_renew_it(store: ClusterStore, postgres_place: Place) -> None:

@@ -1,4 +1,8 @@
-"""`tinkex cluster`: shows the servers that share a database, drains one before it is stopped, makes certificates."""
+"""`tinkex cluster`: starts the servers that share a database, shows them, drains one before it is stopped, moves a run,
+makes certificates.
+
+This module has the commands that need the database alone; `ray_commands` has those that start and stop servers.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.cli.parser import CommandParser
+from tinkex.cli.service import ray_commands
 from tinkex.cli.service.data_folder import LOCATION, WORK, add_flags, config_of
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, ValidationError
+from tinkex.launch.emptying import LOOK_S, wait_until_empty
 from tinkex.settings import ServeConfig
 from tinkex.terminal import output
 from tinkex.terminal.format import plural
@@ -31,7 +37,10 @@ For TLS between the servers. DIR gets an authority (ca.crt, ca.key) unless it ha
 started with --node-cert HOST.crt, --node-key HOST.key and --cluster-ca ca.crt, a front with
 --cluster-ca ca.crt alone. HOST is the host of the node's --node-url; a node with several has them
 with commas between. Keep ca.key where no server is: with it anybody can be a node."""
-LOOK_S = 0.5
+MORE_MOVE = """\
+The run's home finishes the operation that it is working on, saves the run, and hands it over.
+Without NODE it goes to the node with the fewest runs among the others. It goes on with the same
+bits on the same kind of machine; its client notices nothing but a short wait."""
 OUTSIDE = "the cluster's database"
 
 
@@ -58,8 +67,18 @@ def add(parser: CommandParser, about: str) -> None:
     made.add_argument(
         "--days", metavar="N", type=int, default=730, help="how long a certificate is valid (default: 730)"
     )
-    for command in (shown, drained):
+    moved = group.add_command(
+        "move", move, "move a run to another node", "tinkex cluster move 6f0c…:train:0",
+        "tinkex cluster move 6f0c…:train:0 http://10.0.0.5:8642", more=MORE_MOVE,
+    )  # fmt: skip
+    moved.add_argument("run_id", metavar="RUN", help="id of the run, from `tinkex run list`")
+    moved.add_argument("node", metavar="NODE", nargs="?", help="id or address of the node that is to have it")
+    moved.add_argument(
+        "--wait-s", metavar="S", type=float, default=120.0, help="seconds to wait until it has moved (default: 120)"
+    )
+    for command in (shown, drained, moved):
         add_flags(command.add_argument_group(OUTSIDE), LOCATION)
+    ray_commands.add_to(group)
 
 
 def status(args: argparse.Namespace) -> None:
@@ -89,13 +108,24 @@ def drain(args: argparse.Namespace) -> int:
         if args.undo:
             output.remark(f"{node.url} takes runs again.")
             return 0
+        if left := wait_until_empty(store, node.id, args.wait_s):
+            output.remark(f"{node.url} still has {plural(left, 'run')}; it goes on draining.")
+            return 1
+    output.remark(f"{node.url} has no runs any more. Stop it with SIGTERM, or let it take runs again with --undo.")
+    return 0
+
+
+def move(args: argparse.Namespace) -> int:
+    with _open(config_of(args)) as store:
+        node = store.ask_to_move(args.run_id, _find(store, args.node).id if args.node else "")
         give_up_s = REAL.now() + args.wait_s
-        while left := next((row.runs for row in store.list_nodes() if row.id == node.id), 0):
+        while (claim := store.find_home(args.run_id)) is None or claim.home.node != node.id:
             if REAL.now() >= give_up_s:
-                output.remark(f"{node.url} still has {plural(left, 'run')}; it goes on draining.")
+                at = "nowhere" if claim is None else f"at {claim.url}"
+                output.remark(f"{args.run_id} is still at home {at}; it was to move to {node.url}.")
                 return 1
             REAL.pause(LOOK_S)
-    output.remark(f"{node.url} has no runs any more. Stop it with SIGTERM, or let it take runs again with --undo.")
+    output.remark(f"{args.run_id} is at home at {node.url} now.")
     return 0
 
 

@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import add_flags, config_of
+from tinkex.clock import REAL
 from tinkex.settings import LIMITS, ServeConfig
 from tinkex.terminal import output
 
@@ -30,7 +31,8 @@ GROUPS = {
     ),
     # Not the secret itself: others can read command lines.
     "cluster": (
-        "node_url", "no_engine", "cluster_secret_file", "node_lease_s", "node_cert", "node_key", "cluster_ca",
+        "engines", "node_url", "no_engine", "cluster_secret_file", "node_lease_s", "node_cert", "node_key",
+        "cluster_ca",
     ),
     "limits": tuple(limit.setting.name for limit in LIMITS),
     "logging": ("log_level",),
@@ -67,6 +69,10 @@ def add(parser: CommandParser, about: str) -> None:
     command.add_argument("--private", metavar="FOLDER", help=argparse.SUPPRESS)
 
 
+HANGS_S = 30.0
+"""How long a service whose parent has ended may take to stop, beyond the time for its running work."""
+
+
 class Terminated(SystemExit):
     """SIGTERM came while the service started."""
 
@@ -94,8 +100,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     needs_local("tinkex serve")
     _set_up_logging(config, args)
-    parent_is_gone = _stop_when_stdin_closes() if args.private else None
-    from tinkex.server.main import serve as run
+    parent_is_gone = _stop_when_stdin_closes(config.drain_s + HANGS_S) if args.private else None
 
     bar = ProgressBar()
 
@@ -105,6 +110,12 @@ def _serve(args: argparse.Namespace) -> int:
 
     try:
         with bar:
+            if config.engines > 1:
+                from tinkex.launch.engines import serve_engines
+
+                return serve_engines(config, on_ready=on_ready, progress=bar.update)
+            from tinkex.server.main import serve as run
+
             return run(config, on_ready=on_ready, progress=bar.update)
     finally:
         if parent_is_gone is not None and parent_is_gone.is_set():
@@ -120,12 +131,14 @@ def announce(config: ServeConfig, url: str, *, needs_key: bool, as_json: bool) -
     if as_json:
         import json
 
-        ready = {"url": url, "models": models, "data_dir": str(config.data_dir), "pid": os.getpid()}
+        about = {"models": models, "data_dir": str(config.data_dir), "pid": os.getpid()}
+        ready = {"url": url, **about, "needs_key": needs_key}
         print(json.dumps(ready), flush=True)
         return
     # An address that a client on this machine can use: 0.0.0.0 and :: are for listening only.
     near = url.replace("://0.0.0.0", "://127.0.0.1").replace("://[::]", "://[::1]")
     what = f"serves {', '.join(models)}" if models else "hands requests to the nodes of its cluster"
+    what += f" with {config.engines} engines" if config.engines > 1 else ""
     key = "tml-…" if needs_key else "tml-local"
     about_key = "one of your keys" if needs_key else "any key that starts with tml-"
     print(
@@ -181,8 +194,11 @@ def _in_order_at_signals() -> Iterator[None]:
         signal.signal(signal.SIGINT, former_int)
 
 
-def _stop_when_stdin_closes() -> threading.Event:
-    """Return an event that is set when stdin has closed: the parent program has ended or wants the service to stop."""
+def _stop_when_stdin_closes(within_s: float) -> threading.Event:
+    """Return an event that is set when stdin has closed: the parent program has ended or wants the service to stop.
+
+    Then there may be nobody left who could end a service that hangs.
+    """
     import signal
 
     has_closed = threading.Event()
@@ -194,8 +210,11 @@ def _stop_when_stdin_closes() -> threading.Event:
         except OSError:
             pass  # no stdin at all: there is no parent
         has_closed.set()
-        output.remark("Stopping: the program that started this service has ended.")
         os.kill(os.getpid(), signal.SIGTERM)
+        with suppress(OSError):  # its stderr may have been a pipe to that program
+            output.remark("Stopping: the program that started this service has ended.")
+        REAL.pause(within_s)
+        os._exit(1)
 
     threading.Thread(target=wait, name="tinkex-parent", daemon=True).start()
     return has_closed

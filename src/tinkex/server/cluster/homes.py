@@ -114,6 +114,12 @@ class Homes:
             await self._forget(home.run_id)
             await self._db(self._store.release, home)
 
+    async def hand_over(self, home: Home, target: str) -> bool:
+        """Give a run to another node. Return whether; if not, it stays at home here."""
+        self._held.pop(home.run_id, None)
+        await self._forget(home.run_id)
+        return bool(await self._db(self._store.hand_over, home, target))
+
     def _is_here(self, run_id: str) -> bool:
         return self._node is not None and self._node.is_sure and run_id in self._held
 

@@ -154,6 +154,7 @@ class ClusterMember:
                     await self._drain()
                 else:
                     await self._adopt(node)
+                    await self._move(node)
                     await self._release_idle()
                     await self._even_out(node)
                 self._counters.set_runs(len(self.homes.held))
@@ -187,6 +188,18 @@ class ClusterMember:
         waiting = {run_id: unfinished[run_id] for run_id in held}
         leaving = runs_to_give_up(node.id, await self._peers.living(), waiting)
         await asyncio.gather(*(self._let_go(held[run_id], "which has more runs than others") for run_id in leaving))
+
+    async def _move(self, node: Node) -> None:
+        """Hand runs over to the nodes that `tinkex cluster move` has named, each with a snapshot."""
+        for home, target in await self._service.db(self._store.moves, node.id):
+            try:
+                if await self._service.worker.leave(home.run_id):
+                    if await self.homes.hand_over(home, target):
+                        logger.info("%s was handed over to node %s", home.run_id, target)
+                    else:
+                        logger.warning("%s stays here: node %s takes no runs any more", home.run_id, target)
+            except HomeLost:
+                pass  # the engine is still busy with it: the next look tries again
 
     async def _drain(self) -> None:
         """Give up all runs, each with a snapshot, so that other nodes need no replay."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-from sqlalchemy import Row, bindparam, delete, func, or_, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, ValidationError
 from tinkex.store.lease import NOW, end_lease, holder_address
 from tinkex.store.records import Home
 from tinkex.store.store import Store
@@ -27,7 +27,7 @@ FORGOTTEN_AFTER_S = 3600.0
 _JANITOR = "janitor"
 _LIVES = nodes.c.until > NOW
 _HOME = (
-    select(homes.c.epoch, homes.c.node, nodes.c.url, func.coalesce(_LIVES, False).label("lives"))
+    select(homes.c.epoch, homes.c.node, homes.c.target, nodes.c.url, func.coalesce(_LIVES, False).label("lives"))
     .select_from(homes.outerjoin(nodes, nodes.c.id == homes.c.node))
     .where(homes.c.run_id == bindparam("run"))
 )
@@ -194,17 +194,32 @@ class ClusterStore(Store):
                 if row is not None and row.lives:
                     return _claim(run_id, row)
                 living = [_node(row) for row in connection.execute(_NODES.where(_LIVES))]
-                if (node := choose(living, model)) is None:
+                if (node := self._on_its_way(connection, row) or choose(living, model)) is None:
                     return None
-                home = Home(run_id=run_id, node=node.id, epoch=1 if row is None else row.epoch + 1)
-                if row is not None:
-                    change = update(homes).where(homes.c.run_id == run_id)
-                    connection.execute(change.values(node=home.node, epoch=home.epoch))
-                    return Claim(home, node.url, is_new=True)
-                new = insert(homes).values(run_id=run_id, node=home.node, epoch=home.epoch)
-                if connection.scalar(new.on_conflict_do_nothing().returning(homes.c.epoch)) is not None:
-                    return Claim(home, node.url, is_new=True)
+                if (claim := self._settle(connection, run_id, row, node)) is not None:
+                    return claim
         return None
+
+    @staticmethod
+    def _on_its_way(connection: Connection, row: Row[Any] | None) -> NodeRecord | None:
+        """Return the node that a run was to move to when its home ended, if it lives and takes runs."""
+        if row is None or row.target is None:
+            return None
+        living = _NODES.where(_LIVES, nodes.c.id == row.target, nodes.c.is_draining.is_(False))
+        found = connection.execute(living).first()
+        return None if found is None else _node(found)
+
+    @staticmethod
+    def _settle(connection: Connection, run_id: str, row: Row[Any] | None, node: NodeRecord) -> Claim | None:
+        """Give a run without a home that lives a home, in a new epoch. None: another claim was the first."""
+        home = Home(run_id=run_id, node=node.id, epoch=1 if row is None else row.epoch + 1)
+        if row is not None:
+            change = update(homes).where(homes.c.run_id == run_id)
+            connection.execute(change.values(node=home.node, epoch=home.epoch, target=None))
+            return Claim(home, node.url, is_new=True)
+        new = insert(homes).values(run_id=run_id, node=home.node, epoch=home.epoch)
+        is_first = connection.scalar(new.on_conflict_do_nothing().returning(homes.c.epoch)) is not None
+        return Claim(home, node.url, is_new=True) if is_first else None
 
     def release(self, home: Home) -> None:
         """Let a run be at home nowhere, if it still is in this epoch."""
@@ -217,6 +232,65 @@ class ClusterStore(Store):
         with self._read() as connection:
             found = connection.execute(query.where(homes.c.run_id.in_(run_ids))).all()
         return {row.run_id: row.url for row in found}
+
+    # ── Moving
+
+    def ask_to_move(self, run_id: str, node_id: str = "") -> NodeRecord:
+        """Have a run's home hand it over to this node, or to the one with the fewest runs. Return that node.
+
+        The home does so when it looks next (`moves`). A run that is at home nowhere is given the node at once.
+        """
+        with self._write() as connection:
+            model = connection.scalar(select(runs.c.base_model).where(runs.c.id == run_id))
+            if model is None:
+                raise ValidationError(f"There is no run {run_id!r}. `tinkex run list` shows them.")
+            connection.execute(_LOCK, {"run": run_id})
+            row = connection.execute(_HOME, {"run": run_id}).first()
+            at_home = row.node if row is not None and row.lives else ""
+            node = self._destination(connection, model, at_home, node_id)
+            if at_home:
+                target = None if node.id == at_home else node.id  # None: it stays, whatever was asked for before
+                connection.execute(update(homes).where(homes.c.run_id == run_id).values(target=target))
+            elif self._settle(connection, run_id, row, node) is None:
+                raise ValidationError(f"{run_id} has just found a home by itself. Ask again.")
+        return node
+
+    @staticmethod
+    def _destination(connection: Connection, model: str, at_home: str, node_id: str) -> NodeRecord:
+        """Return the node that a run may move to. Raises ValidationError with the reason if there is none."""
+        living = [_node(row) for row in connection.execute(_NODES.where(_LIVES))]
+        if not node_id:
+            fit = [node for node in living if node.trains and node.serves(model) and not node.is_draining]
+            fit = [node for node in fit if node.id != at_home]
+            if not fit:
+                raise ValidationError(f"No other node that lives serves {model} and takes runs. Start one first.")
+            return min(fit, key=lambda node: (node.runs, node.load, node.id))
+        node = next((node for node in living if node.id == node_id), None)
+        if node is None or not node.serves(model):
+            lacks = "does not live" if node is None else f"serves {', '.join(node.models)}, and not {model}"
+            raise ValidationError(f"The node {node_id} {lacks}.")
+        if node.is_draining:
+            raise ValidationError(f"The node at {node.url} is draining: it takes no runs.")
+        return node
+
+    def moves(self, node_id: str) -> list[tuple[Home, str]]:
+        """Return the runs at home on this node that are wanted elsewhere, and where."""
+        columns = (homes.c.run_id, homes.c.epoch, homes.c.target)
+        wanted = select(*columns).where(homes.c.node == node_id, homes.c.target.is_not(None))
+        with self._read() as connection:
+            rows = connection.execute(wanted).all()
+        return [(Home(run_id=row.run_id, node=node_id, epoch=row.epoch), row.target) for row in rows]
+
+    def hand_over(self, home: Home, target: str) -> bool:
+        """Give a run another home, in a new epoch. Return whether: not if that node does not live, or takes no runs."""
+        is_ours = (homes.c.run_id == home.run_id, homes.c.node == home.node, homes.c.epoch == home.epoch)
+        takes_runs = select(nodes.c.id).where(nodes.c.id == target, _LIVES, nodes.c.is_draining.is_(False)).exists()
+        given = update(homes).where(*is_ours, takes_runs).values(node=target, epoch=home.epoch + 1, target=None)
+        with self._write() as connection:
+            is_given = bool(connection.execute(given).rowcount)
+            if not is_given:
+                connection.execute(update(homes).where(*is_ours).values(target=None))
+        return is_given
 
     def waiting_runs(self, node_id: str) -> list[str]:
         """Return the runs with work that is accepted, whose home is this node or none that lives."""
