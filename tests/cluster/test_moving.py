@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.service.cluster import Cluster
+from tests.integration.service.cluster import STEP, Cluster
 from tests.integration.service.raw import Raw, batch, datum, text
-from tests.integration.service.test_cluster import STEP, until
+from tests.integration.service.test_cluster import until
 from tests.unit.store.postgres import PostgresServer
 
 pytestmark = pytest.mark.full

@@ -216,7 +216,7 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     return Loop(trainer, sampler, send, moment_s(largest, device.type))
 
 
-class Loader(NamedTuple):
+class ModelBackend(NamedTuple):
     """How base models are loaded, trained and sampled: in this process alone, or in a gang."""
 
     load: Callable[[ModelInfo], Model]
@@ -224,14 +224,14 @@ class Loader(NamedTuple):
     choose_decoder: Callable[..., Decoder]
 
 
-def _one_process(start: Mapping[str, Any], device: Any) -> Loader:
+def _one_process(start: Mapping[str, Any], device: Any) -> ModelBackend:
     import torch
 
     from tinkex.engine.models import loaded_model
     from tinkex.engine.runner_choice import choose_decoder, choose_runner
 
     dtype = getattr(torch, start["dtype"])
-    return Loader(partial(loaded_model.load, device=device, dtype=dtype), choose_runner, choose_decoder)
+    return ModelBackend(partial(loaded_model.load, device=device, dtype=dtype), choose_runner, choose_decoder)
 
 
 def _start_gang(start: Mapping[str, Any]) -> Processes | None:
@@ -243,11 +243,11 @@ def _start_gang(start: Mapping[str, Any]) -> Processes | None:
     return Processes(start["devices"], start["gang_wait_s"])
 
 
-def _gang(processes: Processes, start: Mapping[str, Any], device: Any, threads: int) -> Loader:
+def _gang(processes: Processes, start: Mapping[str, Any], device: Any, threads: int) -> ModelBackend:
     from tinkex.engine.gang.lead import Gang
 
     gang = Gang(processes, start, device, threads)
-    return Loader(gang.load, gang.choose_runner, gang.choose_decoder)
+    return ModelBackend(gang.load, gang.choose_runner, gang.choose_decoder)
 
 
 def settle_threads_and_memory() -> None:
