@@ -76,7 +76,8 @@ def _servers(config: ServeConfig) -> list[KeptServer]:
     check_postgres(config, flag)
     if config.cluster_secret is None:
         config = replace(config, cluster_secret=own_secret(config.data_dir))
-    shares = share_out(config.engines, config.device, config.threads, usable_cores(), usable_gpus())
+    cores, gpus = usable_cores(), usable_gpus()
+    shares = share_out(config.engines, config.device, config.threads, cores, gpus, config.devices_per_engine)
     if config.adapter_memory_mb is None:  # each would take a quarter of the machine's memory
         config = replace(config, adapter_memory_mb=adapter_budget(None) // config.engines // 10**6)
     nodes = [_node(config, number, share) for number, share in enumerate(shares, 1)]

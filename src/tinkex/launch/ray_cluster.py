@@ -162,6 +162,7 @@ class _Fleet:
                 config = replace(config, threads=config.threads or shape.each, device=device)
             elif shape.each > 1:
                 options["scheduling_strategy"] = self._reserved(name, shape)
+                config = replace(config, devices_per_engine=shape.each)
         order = NodeOrder(
             name=name, version=__version__, is_front=shape is None, config=config, variables=bucket_variables()
         )

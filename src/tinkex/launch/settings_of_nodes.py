@@ -22,14 +22,15 @@ def node_settings(config: ServeConfig, host: str, data_dir: Path, **given: objec
         _of_one_server(config),
         host=host,
         port=port,
-        node_url=f"http://{address}:{port}",
+        node_url=f"{'https' if config.node_cert else 'http'}://{address}:{port}",
         data_dir=data_dir,
         **given,  # type: ignore[arg-type]
     )
 
 
 def front_settings(config: ServeConfig, host: str, port: int) -> ServeConfig:
-    return replace(_of_one_server(config), host=host, port=port, no_engine=True)
+    # Its clients reach a front at another address than the one that a node's certificate is for.
+    return replace(_of_one_server(config), host=host, port=port, no_engine=True, node_cert=None, node_key=None)
 
 
 def _of_one_server(config: ServeConfig) -> ServeConfig:

@@ -1,4 +1,4 @@
-"""Decides what of this machine each of several engines gets: as many cores as the others, or a GPU of its own."""
+"""Decides what of this machine each of several engines gets: as many cores as the others, or GPUs of its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class Share:
     """Added to the environment of its server."""
 
 
-def share_out(engines: int, device: str, threads: int, cores: int, gpus: Sequence[str]) -> list[Share]:
-    """Return the share of each engine. `threads` is the setting: 0 is for this function to decide.
+def share_out(
+    engines: int, device: str, threads: int, cores: int, gpus: Sequence[str], devices: int = 1
+) -> list[Share]:
+    """Return the share of each engine, which has so many `devices`. `threads` is the setting: 0 leaves it to this.
 
     All get the same: the order of a sum depends on the number of threads, so that a run which moves to an engine with
     another number goes on with other last bits.
@@ -33,15 +35,19 @@ def share_out(engines: int, device: str, threads: int, cores: int, gpus: Sequenc
             "--device, and each engine gets a GPU of its own or a share of the cores."
         )
     if device != "cpu" and gpus:
-        if engines > len(gpus):
+        if engines * devices > len(gpus):
             raise ConfigError(
-                f"--engines {engines}: there are {len(gpus)} GPUs that this process may use, and an engine needs one. "
-                "Ask for fewer engines, or for --device cpu."
+                f"--engines {engines}: there are {len(gpus)} GPUs that this process may use, and an engine needs "
+                f"{devices}. Ask for fewer engines, or for --device cpu."
             )
-        return [Share(threads=threads, variables={"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:engines]]
-    if engines > cores:
-        raise ConfigError(f"--engines {engines}: there are {cores} cores that this process may use. Ask for fewer.")
-    return [Share(threads=threads or cores // engines) for _ in range(engines)]
+        groups = (gpus[start : start + devices] for start in range(0, engines * devices, devices))
+        return [Share(threads=threads, variables={"CUDA_VISIBLE_DEVICES": ",".join(group)}) for group in groups]
+    if engines * devices > cores:
+        raise ConfigError(
+            f"--engines {engines}: there are {cores} cores that this process may use, and an engine needs {devices}. "
+            "Ask for fewer."
+        )
+    return [Share(threads=threads or cores // (engines * devices)) for _ in range(engines)]
 
 
 def usable_gpus() -> list[str]:

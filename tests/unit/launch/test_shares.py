@@ -15,7 +15,7 @@ from tinkex.launch.ray_cluster import Shape, read_shape
 from tinkex.launch.ray_node import NodeOrder
 from tinkex.launch.settings_of_nodes import free_port, front_settings, node_settings, own_secret
 from tinkex.launch.shares import Share, share_out, usable_gpus
-from tinkex.settings import ServeConfig, bucket_variables
+from tinkex.settings import ServeConfig, bucket_variables, check_cluster
 
 SHARED = "postgresql://user:the-password@db/tinkex"
 SECRET = "s" * 32
@@ -36,6 +36,14 @@ def test_each_engine_gets_a_gpu_of_its_own() -> None:
         {"CUDA_VISIBLE_DEVICES": "GPU-5e1b"},
     ]
     assert {share.threads for share in shares} == {0}
+
+
+def test_an_engine_of_several_devices_gets_as_many() -> None:
+    shares = share_out(2, "cuda", 0, 64, ["0", "1", "2", "3", "4"], devices=2)
+    assert [share.variables["CUDA_VISIBLE_DEVICES"] for share in shares] == ["0,1", "2,3"]
+    assert share_out(2, "cpu", 0, 8, [], devices=2) == [Share(threads=2)] * 2, "of each process"
+    with pytest.raises(ConfigError, match="there are 3 GPUs that this process may use, and an engine needs 2"):
+        share_out(2, "auto", 0, 64, ["0", "1", "2"], devices=2)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +112,17 @@ def test_nodes_and_fronts_are_single_servers_with_everything_else_in_common(tmp_
     front = front_settings(config, "0.0.0.0", 8642)
     assert (front.engines, front.host, front.port, front.no_engine, front.node_url) == (1, "0.0.0.0", 8642, True, None)
     assert front.cluster_secret == node.cluster_secret == SECRET
+
+
+def test_nodes_with_a_certificate_are_reached_by_tls_and_fronts_need_none(tmp_path: Path) -> None:
+    """Before: the node's address began with http:// and the front had a certificate, and neither started."""
+    files = {name: tmp_path / name for name in ("node_cert", "node_key", "cluster_ca")}
+    config = ServeConfig(engines=2, database_url=SHARED, cluster_secret=SECRET, **files)  # type: ignore[arg-type]
+    node, front = node_settings(config, "127.0.0.1", tmp_path), front_settings(config, "0.0.0.0", 8642)
+    assert node.node_url == f"https://127.0.0.1:{node.port}" and node.node_cert == files["node_cert"]
+    assert (front.node_cert, front.node_key, front.cluster_ca) == (None, None, files["cluster_ca"])
+    for server in (node, front):
+        check_cluster(server)
 
 
 def test_a_port_that_is_taken_is_not_chosen() -> None:
