@@ -209,9 +209,10 @@ class ClusterMember:
             await asyncio.gather(*(self._let_go(home, "which is draining") for home in leaving))
 
     async def _let_go(self, home: Home, reason: str) -> None:
-        if await self._service.worker.leave(home.run_id):
-            await self.homes.release(home)
-            logger.info("%s has left this node, %s", home.run_id, reason)
+        with suppress(HomeLost):  # another node has it by now
+            if await self._service.worker.leave(home.run_id):
+                await self.homes.release(home)
+                logger.info("%s has left this node, %s", home.run_id, reason)
 
 
 def _sample_ids(node_id: str) -> Callable[[], str]:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, Row, bindparam, delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 
+from tinkex.clock import REAL
 from tinkex.errors import ConfigError, ValidationError
-from tinkex.store.lease import NOW, end_lease, holder_address
+from tinkex.store.lease import NOTICED_PAUSE_S, NOTICED_WITHIN_S, NOW, end_lease, holder_address
 from tinkex.store.records import Home
 from tinkex.store.store import Store
 from tinkex.store.tables import homes, lease, nodes, operations, runs
@@ -117,16 +118,28 @@ class ClusterStore(Store):
         with self._write() as connection:
             connection.execute(insert(nodes).values(**values))
         # After the row is there: a server that wants the store for itself takes its lock first, then looks for nodes.
+        give_up_s = REAL.now() + NOTICED_WITHIN_S
+        while True:
+            is_last_look = REAL.now() >= give_up_s
+            address = self._holder(node.id, is_last_look=is_last_look)
+            if address is None:
+                return
+            if is_last_look:
+                raise ConfigError(
+                    f"The server at {address} has this database for itself: it was started without --node-url. Stop it "
+                    "first, or give this one another database."
+                )
+            REAL.pause(NOTICED_PAUSE_S)  # one that was killed a moment ago has it until PostgreSQL has noticed
+
+    def _holder(self, node_id: str, *, is_last_look: bool) -> str | None:
+        """Return the address of the server that has the store to itself. If there is none, nobody has it any more."""
         with self._write() as connection:
-            if (address := holder_address(connection)) is not None:
-                connection.execute(delete(nodes).where(nodes.c.id == node.id))
-            else:
+            address = holder_address(connection)
+            if address is None:
                 end_lease(connection)
-        if address is not None:
-            raise ConfigError(
-                f"The server at {address} has this database for itself: it was started without --node-url. Stop it "
-                "first, or give this one another database."
-            )
+            elif is_last_look:
+                connection.execute(delete(nodes).where(nodes.c.id == node_id))
+        return address
 
     def renew(self, node_id: str, lease_s: float, facts: NodeFacts) -> bool | None:
         """Renew a node's lease. Return whether it is to drain, or None if it has lost the lease: it was given up."""
