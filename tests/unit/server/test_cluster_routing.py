@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.server.conftest import Served
+from tinkex.clock import REAL
 from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.routing import Concern, concern_of
 from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
@@ -153,7 +154,7 @@ def test_a_node_that_has_just_joined_is_found_at_once() -> None:
         return function(*args)
 
     async def find() -> list[str | None]:
-        peers = Peers(FakeClock(), cast(Any, reads), cast(Any, call))
+        peers = Peers(REAL, cast(Any, reads), cast(Any, call))
         first = await peers.url_of("a" * 16)
         living.append(NodeRecord(id="b" * 16, url="http://b", models=("tiny",), version=""))
         return [first, await peers.url_of("b" * 16), await peers.url_of("a" * 16), await peers.url_of("c" * 16)]
