@@ -23,11 +23,12 @@ PROBE_TOKENS = 16
 TOLERANCE = 1e-3
 """The largest difference of two log-probabilities between two engines that compute in float32."""
 COARSE_TOLERANCE = 0.2
-"""In bfloat16 or float16, root mean square: of what the adapter changes, in two engines. A sound one was 0.13 apart."""
+"""In bfloat16 or float16, root mean square: so far apart two sound engines may be in what an adapter changes. A sound
+one was 0.13 apart."""
 LEAST_CHANGE = 0.02
 """Root mean square: of what an adapter changes, if an engine in which it changes nothing at all is to be rejected."""
 LEAST_PART = 0.5
-"""The part of what an adapter changes that must be seen in any case."""
+"""Of a large change (above 0.4) so large a part must be seen. Of a smaller one, all but `COARSE_TOLERANCE`."""
 LIKELY = 20.0
 """Log-probabilities beyond minus this one may differ by more than the tolerance, in proportion."""
 
@@ -100,7 +101,8 @@ def mismatch(proof: Proof, logprobs: Sequence[float], base: Sequence[float], *, 
 
     `base`: what that engine computes for its base model. In bfloat16 two sound engines differ by 0.2 in tokens that are
     unlikely, as much as some adapters change. But they differ so with every adapter: what the adapter changes is
-    compared, and at least half of it must be there. An engine that serves the base model changes nothing.
+    compared, and may differ by 0.2 or by half of it, whichever is more. An engine that serves the base model
+    changes nothing.
     """
     apart = difference(proof, logprobs)
     allowed = TOLERANCE * max(1.0, max(map(abs, proof.logprobs)) / LIKELY)

@@ -1,4 +1,4 @@
-"""`SplitEngine`: one engine trains, others sample. To the server it is one engine.
+"""An engine made of several: one trains, and others sample for it (`--sampler vllm`). To the server it is one engine.
 
 The trainer writes a proof (`proofs`) with all weights that can be sampled. A sampler serves one base model. What it
 does not offer goes to the trainer's own sampler (`vllm.requests.lack_reason`).
@@ -56,7 +56,7 @@ class SplitEngine:
         await asyncio.gather(self._trainer.start(), *(sampler.start() for sampler in self._samplers.values()))
 
     async def ready(self) -> None:
-        """A sample waits for its sampler by itself."""
+        """Wait for the trainer. A sample waits for its sampler by itself."""
         await self._trainer.ready()
 
     async def close(self) -> None:

@@ -50,7 +50,9 @@ class ServerState:
 
 
 class KeptServer:
-    """`configure` returns the settings of each start; `variables` are added to the child's environment.
+    """Runs one `tinkex serve`, and starts it again when it ends.
+
+    `configure` returns the settings of each start; `variables` are added to the child's environment.
 
     A first child that cannot start is reported in `has_given_up` unless `is_patient`; what has worked once is started
     again for ever, after a delay that grows to 30 s.

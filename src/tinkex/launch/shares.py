@@ -14,7 +14,7 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """`threads` is 0 where the engine computes on a GPU."""
+    """What one engine gets. `threads` is for each of its processes; 0 leaves it to the engine."""
 
     threads: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from tinkex.engine.adapters.adapter import LoraBuffers
 from tinkex.engine.contract import EngineFault, LoraSpec
 from tinkex.engine.frames import decode
 from tinkex.engine.gang.lead import KnownAdapters
-from tinkex.engine.gang.passes import item_frame, read_shared_items, result_frame, set_results, split_rows
+from tinkex.engine.gang.passes import item_frame, read_member_items, result_frame, set_results, split_rows
 from tinkex.engine.models.loaded_model import Model
 from tinkex.engine.training.losses import LOSSES
 from tinkex.engine.training.runner import Item
@@ -59,7 +59,7 @@ def test_items_and_results_come_through_a_frame_unchanged(tiny: Model) -> None:
     items = items_of(tiny, 3, 5)
     adapter = items[0].adapter
     frame = item_frame({"op": "pass"}, items, {adapter: 7})
-    read = read_shared_items(decode(frame.encode()), {7: adapter})
+    read = read_member_items(decode(frame.encode()), {7: adapter})
     for item, copy in zip(items, read, strict=True):
         assert (copy.adapter, copy.loss, copy.config) == (item.adapter, item.loss, item.config)
         assert (copy.needs_gradient, copy.index) == (item.needs_gradient, item.index)

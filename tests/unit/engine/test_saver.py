@@ -29,7 +29,7 @@ from tinkex.engine.process.loop import Inbox, Loop
 from tinkex.engine.runner_choice import choose_decoder
 from tinkex.engine.sampling.sampler import Sampler
 from tinkex.engine.training import saver as saver_module
-from tinkex.engine.training.saver import REST, Saver
+from tinkex.engine.training.saver import PAUSE_PER_WORK, Saver
 
 WITHIN_S = 60.0
 MOST_TURNS = 10_000
@@ -332,7 +332,9 @@ def test_the_loop_wakes_when_an_adapter_has_been_written(tiny: Model, tmp_path: 
     assert replies == [(2, True), (1, True), (3, True)]
 
 
-@pytest.mark.parametrize(("is_busy", "saves", "rest"), [(False, 1, 0.0), (True, 1, REST), (True, 5, REST / 5)])
+@pytest.mark.parametrize(
+    ("is_busy", "saves", "rest"), [(False, 1, 0.0), (True, 1, PAUSE_PER_WORK), (True, 5, PAUSE_PER_WORK / 5)]
+)
 def test_the_thread_pauses_while_the_engine_computes(
     monkeypatch: pytest.MonkeyPatch, is_busy: bool, saves: int, rest: float
 ) -> None:

@@ -64,8 +64,8 @@ def add(parser: CommandParser, about: str) -> None:
     )  # fmt: skip
     for title, names in GROUPS.items():
         add_flags(command.add_argument_group(title), names)
-    # For `tinkex.local`, which starts a private service: serve until stdin closes, which happens however that program
-    # ends, then remove the folder.
+    # For a parent program (`tinkex.local`, `launch.KeptServer`): serve until stdin closes, which happens however that
+    # program ends, then remove the folder.
     command.add_argument("--private", metavar="FOLDER", help=argparse.SUPPRESS)
 
 

@@ -153,7 +153,7 @@ class GangRunner:
             adapters = {item.adapter: known.number_of(item.adapter) for item in items}
             changed = [adapter for adapter in adapters if known.has_changed(adapter)]
             entries = [
-                adapter_entry(number, adapter, is_new=adapter in changed, is_trained=adapter in trained)
+                adapter_entry(number, adapter, has_changed=adapter in changed, is_trained=adapter in trained)
                 for adapter, number in adapters.items()
             ]
             head = {"op": "pass", "model": self._model_number, "phases": phases, "adapters": entries}

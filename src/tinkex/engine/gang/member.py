@@ -136,7 +136,7 @@ class GangMember:
         import torch.distributed as dist
 
         from tinkex.engine.adapters.adapter import LoraBuffers
-        from tinkex.engine.gang.passes import read_shared_items, result_frame
+        from tinkex.engine.gang.passes import read_member_items, result_frame
 
         head = command.head
         for number in head["dropped"]:
@@ -147,12 +147,12 @@ class GangMember:
                 spec = LoraSpec(**entry["spec"])
                 self._adapters[entry["number"]] = LoraBuffers(self._bases[head["model"]].model, spec)
             adapter = self._adapters[entry["number"]]
-            if entry["is_new"]:
+            if entry["has_changed"]:
                 dist.broadcast(adapter.weights_P, 0)
             if entry["is_trained"]:
                 adapter.clear_gradient()
                 trained.append(adapter)
-        items = read_shared_items(command, self._adapters)
+        items = read_member_items(command, self._adapters)
         self._runners[head["model"]].run_share(items, head["phases"])
         for adapter in trained:
             dist.reduce(adapter.gradient_P, 0)

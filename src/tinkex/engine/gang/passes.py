@@ -32,9 +32,9 @@ def split_rows(items: Sequence[Item], size: int) -> list[list[Item]]:
     return shares
 
 
-def adapter_entry(number: int, adapter: LoraBuffers, *, is_new: bool, is_trained: bool) -> dict[str, Any]:
-    """Return an adapter as the members know it. `is_new`: its weights have changed, and are broadcast."""
-    return {"number": number, "spec": asdict(adapter.spec), "is_new": is_new, "is_trained": is_trained}
+def adapter_entry(number: int, adapter: LoraBuffers, *, has_changed: bool, is_trained: bool) -> dict[str, Any]:
+    """Return an adapter as the members know it. `has_changed`: its weights have changed, and are broadcast."""
+    return {"number": number, "spec": asdict(adapter.spec), "has_changed": has_changed, "is_trained": is_trained}
 
 
 def item_frame(head: Mapping[str, Any], items: Sequence[Item], numbers: Mapping[LoraBuffers, int]) -> Frame:
@@ -62,7 +62,7 @@ def item_frame(head: Mapping[str, Any], items: Sequence[Item], numbers: Mapping[
     return Frame({**head, "items": entries}, buffers)
 
 
-def read_shared_items(command: Frame, adapters: Mapping[int, LoraBuffers]) -> list[Item]:
+def read_member_items(command: Frame, adapters: Mapping[int, LoraBuffers]) -> list[Item]:
     """Return the items of a member's command. They were checked before they were divided."""
 
     def tensor(entry: Mapping[str, Any], device: torch.device) -> Tensor:

@@ -1,8 +1,8 @@
 """Writes adapters to files on a thread of its own, one after the other, while the engine works for others.
 
 The thread reads the adapter's own memory: no copy is made, and commands of that adapter wait until it has been written.
-While the engine computes, the thread pauses `REST` times as long as it worked: a pass uses all cores, and ends when the
-slowest of them does. While the engine waits, the thread works without a pause.
+While the engine computes, the thread pauses `PAUSE_PER_WORK` times as long as it worked: a pass uses all cores, and
+ends when the slowest of them does. While the engine waits, the thread works without a pause.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Set
 from tinkex.clock import REAL, thread_cpu_s
 from tinkex.engine.frames import Frame
 
-REST = 5.0
+PAUSE_PER_WORK = 5.0
 """With it a pass of 125 ms gives about 20 ms of a core to the thread. A save of 545 MB takes 0.45 s of a core."""
 FREE_S = 0.01
 """What every save may work without a pause: an adapter of rank 8 is written by then."""
@@ -85,7 +85,7 @@ class Saver:
             return
         if self.is_engine_busy:
             # With several saves, as many runs wait for this thread: their parts of the engine's time are its own.
-            REAL.pause(worked_s * REST / max(len(self._names), 1))
+            REAL.pause(worked_s * PAUSE_PER_WORK / max(len(self._names), 1))
         self._since_s += worked_s
 
 

@@ -61,7 +61,7 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """At most `most` adapters, and those in use."""
+    """Keeps at most `most` adapters loaded, and more while they are in use."""
 
     def __init__(self, loader: Loader, home: Path, most: int, *, is_exact: bool) -> None:
         """`home`: an empty folder for links to files. `is_exact`: vLLM computes in float32."""

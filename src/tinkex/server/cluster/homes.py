@@ -34,7 +34,10 @@ class Elsewhere(NamedTuple):
 
 
 class Homes:
-    """`node` is None on a front, which has no runs. `forget` makes the worker forget a run."""
+    """Knows where runs are at home, and claims those that are at home nowhere.
+
+    `node` is None on a front, which has no runs. `forget` makes the worker forget a run.
+    """
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class ClusterMember:
         if not config.no_engine:
             self.node = node = Node(config, clock, service.catalog.names, self._facts)
             node.on_given_up = self._on_given_up
-            # At once: what is named after a former id is taken for lost, three times in a row.
+            # At once: a sample named after a former id would be reported lost, and a client asks three times only.
             node.on_joined = self._name_samples
             service.readiness.is_announced = lambda: node.is_announced
         self._counters = ClusterCounters(service.metrics.registry, config.node_url or "front")
@@ -96,7 +96,7 @@ class ClusterMember:
             await self.node.join()
 
     async def run(self) -> None:
-        """Keep the lease, look after the runs of this node, and at the other nodes, until cancelled."""
+        """Keep the lease, look after this node's runs, and read the list of the others, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._overview.keep())

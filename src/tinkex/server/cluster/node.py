@@ -23,7 +23,7 @@ logger = logging.getLogger("tinkex.server")
 RENEWALS = 3
 """Renewals within one lease: two may fail before others take over."""
 MARGIN = 0.1
-"""The part of its lease at whose end a node asks the database before it relies on it."""
+"""In this last part of its lease a node no longer relies on its own clock: it asks the database."""
 
 
 class Node:

@@ -43,7 +43,7 @@ async def _lives() -> bool:
 
 
 class Overview:
-    """`node` is None on a front."""
+    """Reads the nodes of the cluster for handlers and metrics. `node` is None on a front."""
 
     def __init__(
         self, service: Service, store: ClusterStore, node: Node | None, peers: Peers, hops: Hops, signer: Signer

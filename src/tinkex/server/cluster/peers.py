@@ -18,6 +18,8 @@ RENEWED_S = 0.5
 
 
 class Peers:
+    """Keeps a list of the living nodes that is at most a second old."""
+
     def __init__(self, clock: Clock, store: ClusterStore, db: Db) -> None:
         self._clock, self._store, self._db = clock, store, db
         self.known: list[NodeRecord] = []
@@ -46,7 +48,7 @@ class Peers:
         """Return the address of a node, or None if it does not live.
 
         A node that is not known is looked up again: one that has joined within the last second was taken for gone, and
-        its samples for lost, three times in a row.
+        its samples for lost, and the client gave up after three such responses.
         """
         asked_at = self._clock.now()
         nodes = await self.living()

@@ -1,7 +1,8 @@
 """Decides which node gets a run, which draws a sample, and which runs a node gives up. Pure: values in, a choice out.
 
-The store's claim, the switch and `benchmarks/cluster_simulation.py` call these functions and no others. What they know
-of a node is its row: `runs` is exact, everything else is as old as the last renewal of its lease.
+Whoever places a run or a sample calls these functions: `Homes` (for the store's claim), `Peers`, `ClusterMember` and
+`benchmarks/cluster_simulation.py`. What they know of a node is its row: `runs` is exact, everything else is as old as
+the last renewal of its lease. `tinkex cluster move` without a node takes the one with the fewest runs (`ClusterStore`).
 `docs/decisions/placement.md` has the figures behind the constants.
 """
 
@@ -104,11 +105,11 @@ def state_of(node: NodeRecord) -> str:
 
 
 def _weight(node: NodeRecord) -> int:
-    """Return what a node has to do: its runs, those that train now three times.
+    """Return what a node has to do: one for each run, and two more for each that trains now.
 
-    Who trains is known from the last renewal; runs that came since do, surely. By that alone idle runs, which may wake
-    up, would count nothing. By runs alone a node that has come back gets every run of a burst, until it has as many as
-    the others; by what is queued alone too, until it renews.
+    Runs that came after the last renewal count as training. Not less, because busy runs alone ignore idle ones that may
+    wake up; runs alone send a whole burst to a node that has just come back; queued work alone does so until that node
+    renews its lease.
     """
     return node.runs + TRAINS_NOW * (node.facts.busy + max(node.runs - node.facts.runs, 0))
 

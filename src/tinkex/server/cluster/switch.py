@@ -34,7 +34,7 @@ class NoNodeForRun(RequestRejected):
 
 
 class Switch:
-    """`node` is None on a front."""
+    """Finds the node that serves a request. `node` is None on a front."""
 
     def __init__(self, service: Service, node: Node | None, homes: Homes, peers: Peers) -> None:
         self._service, self._node, self._homes, self._peers = service, node, homes, peers

@@ -1,7 +1,8 @@
 """Carries a client's trace across the hop: W3C `traceparent`, in log lines and, where the process has them, in spans.
 
-The header itself goes from server to server with all others. Without it, or without OpenTelemetry, nothing is done: the
-package is not imported unless whoever started the server has set it up (`opentelemetry-instrument tinkex serve`).
+The header itself goes from server to server with all others. Without the header nothing is done; without OpenTelemetry
+only log lines have the trace: the package is not imported unless whoever started the server has set it up
+(`opentelemetry-instrument tinkex serve`).
 """
 
 from __future__ import annotations
