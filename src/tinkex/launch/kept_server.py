@@ -160,7 +160,7 @@ class KeptServer:
             logs = threading.Thread(target=self._forward_logs, args=(process,), daemon=True)
             logs.start()
             try:
-                self._wait(process)
+                self._wait(process, config.node_url)
             finally:
                 _kill_group(process)  # what it has started and left behind, and itself if it wrote what nobody reads
             logs.join(1.0)  # what it had written is there; a process that left its group may hold the pipe open
@@ -174,11 +174,12 @@ class KeptServer:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _wait(self, process: subprocess.Popen[str]) -> None:
+    def _wait(self, process: subprocess.Popen[str], node_url: str | None) -> None:
         assert process.stdout is not None
         if line := process.stdout.readline():
             ready = json.loads(line)
-            self.url, self._needs_key = str(ready["url"]), bool(ready["needs_key"])
+            # Of a node the address in the database: what it prints is --public-url, which is the same for all.
+            self.url, self._needs_key = node_url or str(ready["url"]), bool(ready["needs_key"])
             self._is_ready = self._was_ready = True
             self.on_change()
         process.wait()
@@ -202,7 +203,8 @@ class KeptServer:
         for line in process.stderr:
             if text := line.rstrip():
                 self._last_lines.append(text)
-                print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+                with suppress(OSError, ValueError):  # a full disk: the child must not wait for a pipe that nobody reads
+                    print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:

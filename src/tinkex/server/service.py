@@ -79,6 +79,8 @@ class Service:
 
     def queue_of(self, pending: PendingOperation, engines: str) -> tuple[str, str]:
         """Return why an operation is not finished: its queue's state, and the reason. `engines` is from the above."""
+        if not self.worker.has_queue(pending.row.run_id):  # it is being forgotten, once this operation has ended
+            return "active", "running; its run is at home elsewhere, or about to be"
         state, reason = self.worker.queue_of(pending)
         if not engines:
             return state, reason

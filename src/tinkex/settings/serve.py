@@ -179,7 +179,11 @@ def bucket_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]
     """Return the variables that `bucket_access` reads, for a server that is started on another machine."""
     environ = os.environ if environ is None else environ
     known = (name for names in BUCKET_VARIABLES.values() for name in names)
-    return {name: environ[name] for name in known if environ.get(name, "").strip()}
+    found = {name: environ[name] for name in known if environ.get(name, "").strip()}
+    if environ.get(CREDENTIALS_FILE, "").strip():  # a file of this machine
+        keys = ("access_key_id", "secret_access_key", "session_token")
+        found |= {BUCKET_VARIABLES[key][0]: value for key, value in bucket_access(environ).items() if key in keys}
+    return found
 
 
 def check_cluster(config: ServeConfig) -> None:

@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -366,3 +367,32 @@ def test_a_file_goes_to_the_disk_in_parts_and_two_at_once_at_most(
     tensor_files.write_tensors(tmp_path / "file", {"t": torch.zeros((28 << 20) // 4)})
     begin, wait = 2, 7
     assert calls == [(0, 8, begin), (8, 8, begin), (0, 8, wait), (16, 8, begin), (8, 8, wait)]
+
+
+def test_a_save_that_failed_does_not_keep_its_adapter_in_memory() -> None:
+    """Before: the thread kept the error, its trace the frame, and that the adapter, until the next save."""
+
+    class Weights:
+        """Stands for an adapter's memory."""
+
+    def failing(weights: Weights) -> Callable[[Any], Frame]:
+        def save(pace: object) -> Frame:
+            assert weights is not None
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return save
+
+    saver, done = Saver(), threading.Event()
+    saver.on_done = done.set
+    weights = Weights()
+    freed = weakref.ref(weights)
+    saver.start(1, "a", failing(weights))
+    del weights
+    assert done.wait(WITHIN_S)
+    [(number, reply)] = saver.take_done()
+    assert number == 1 and isinstance(reply, OSError)
+    del reply
+    end_s = REAL.now() + WITHIN_S
+    while freed() is not None and REAL.now() < end_s:  # the thread has a line left
+        REAL.pause(0.001)
+    assert freed() is None

@@ -152,6 +152,18 @@ def test_moving_ends_and_does_not_go_back_and_forth() -> None:
     assert sum(runs.values()) == 51 and max(runs.values()) - min(runs.values()) <= 8
 
 
+@pytest.mark.parametrize(("idle", "busy", "moves"), [(30, 15, 0), (20, 8, 0), (60, 30, 0), (60, 10, MOVED_AT_ONCE)])
+def test_idle_runs_do_not_leave_a_node_that_would_get_them_back(idle: int, busy: int, moves: int) -> None:
+    """Before: by number it had too many, by weight the least: four left and came back, every five seconds."""
+    first = replace(node("a", runs=idle), facts=NodeFacts(runs=idle))
+    second = replace(node("b", runs=busy), facts=NodeFacts(runs=busy, busy=busy))
+    leaving = runs_to_give_up("a", [first, second], {f"r{number}": 0 for number in range(idle)})
+    assert len(leaving) == moves
+    for number in range(1, moves + 1):
+        fewer = replace(first, runs=idle - number, facts=NodeFacts(runs=idle - number))
+        assert chosen(fewer, replace(second, runs=busy + number - 1), own="a") == "b"
+
+
 def test_runs_do_not_leave_for_nodes_that_cannot_have_them() -> None:
     waiting = {f"r{number}": 0 for number in range(20)}
     others = (

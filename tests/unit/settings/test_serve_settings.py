@@ -13,6 +13,7 @@ from tinkex.settings import (
     SERVE,
     ServeConfig,
     bucket_access,
+    bucket_variables,
     check_cluster,
     check_keys,
     is_loopback_host,
@@ -231,6 +232,8 @@ def test_the_keys_of_a_bucket_may_be_in_amazons_file(tmp_path: Path) -> None:
     region = {"region": "us-east-1"}
     assert bucket_access(named) == {**region, "access_key_id": "one", "secret_access_key": "a%b"}
     assert bucket_access({**named, "AWS_PROFILE": "other"})["session_token"] == "three"
+    sent = bucket_variables({**named, "AWS_ENDPOINT_URL": "http://s3"})  # to a machine that has not the file
+    assert sent == {"AWS_ENDPOINT_URL": "http://s3", "AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "a%b"}
     from_environment = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     assert bucket_access({**named, **from_environment})["access_key_id"] == "x"
     for content in ("", "[default]\naws_secret_access_key = hunter2\n", "hunter2", "[default\nhunter2"):

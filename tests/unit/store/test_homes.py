@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psycopg
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.unit.store.conftest import Place, operation, run
 from tinkex.errors import ConfigError, ValidationError
+from tinkex.server.cluster.counters import ClusterCounters
+from tinkex.server.cluster.homes import Homes
 from tinkex.server.cluster.placement import node_for_run
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeFacts, NodeRecord
 from tinkex.store.errors import HomeLost, LeaseLost
 from tinkex.store.journal import Journal
 from tinkex.store.records import Home
+from tinkex.testing.clock import FakeClock
 
 RUN = "s:train:0"
 
@@ -127,6 +133,31 @@ def test_a_run_moves_when_its_home_hands_it_over(store: ClusterStore) -> None:
     assert not store.hand_over(first.home, "c"), "it is at home elsewhere by now"
     with pytest.raises(HomeLost):
         store.set_snapshot(RUN, "folder", 1, home=first.home)
+
+
+def test_a_draining_node_gives_up_a_run_that_was_handed_to_it_and_nobody_asked_for(store: ClusterStore) -> None:
+    """Before: it knew only runs that a request had asked for, and its drain never ended."""
+
+    async def db(call: Callable[..., Any], *args: object) -> Any:
+        return call(*args)
+
+    async def forget(run_id: str) -> None:
+        forgotten.append(run_id)
+
+    async def drain() -> list[Home]:
+        counters = ClusterCounters(CollectorRegistry(), "b")
+        homes = Homes(cast(Any, SimpleNamespace(id="b", is_sure=True)), FakeClock(), store, db, counters, forget)  # type: ignore[arg-type]
+        assert homes.held == []
+        await homes.look()
+        held = homes.held
+        for home in held:
+            await homes.release(home)
+        return held
+
+    forgotten: list[str] = []
+    assert store.hand_over(create(store), "b")
+    assert asyncio.run(drain()) == [Home(run_id=RUN, node="b", epoch=2)]
+    assert forgotten == [RUN] and store.find_home(RUN) is None
 
 
 def test_a_run_stays_if_the_node_that_was_to_have_it_takes_no_more(store: ClusterStore, postgres_place: Place) -> None:

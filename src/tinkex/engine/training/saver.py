@@ -77,6 +77,7 @@ class Saver:
                 reply = error
             del save  # it holds the adapter, which may be dropped as soon as the reply is taken
             self._done.put((name, (number, reply)))
+            del reply  # an error has a trace, and the trace the adapter
             self.on_done()
 
     def _pace(self) -> None:

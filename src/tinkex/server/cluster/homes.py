@@ -116,12 +116,29 @@ class Homes:
         if self._held.pop(home.run_id, None) is not None:
             await self._forget(home.run_id)
             await self._db(self._store.release, home)
+            self._has_left(home)
 
     async def hand_over(self, home: Home, target: str) -> bool:
         """Give a run to another node. Return whether; if not, it stays at home here."""
         self._held.pop(home.run_id, None)
         await self._forget(home.run_id)
-        return bool(await self._db(self._store.hand_over, home, target))
+        is_given = bool(await self._db(self._store.hand_over, home, target))
+        if is_given:
+            self._has_left(home)
+        return is_given
+
+    async def look(self) -> None:
+        """Note the runs that are at home here and that no request has asked for: others claim runs for this node, and
+        hand them over. Without that a node that drains would keep them."""
+        if self._node is not None:
+            for home in await self._db(self._store.homes_of, self._node.id):
+                if home.node == self._node.id:  # it may have joined anew meanwhile
+                    self._held.setdefault(home.run_id, home)
+
+    def _has_left(self, home: Home) -> None:
+        """Forget a run again that a request has found here while it was leaving: polls come back at once."""
+        if self._held.get(home.run_id) == home:
+            self._let_go(home.run_id)
 
     def _is_here(self, run_id: str) -> bool:
         return self._node is not None and self._node.is_sure and run_id in self._held

@@ -121,13 +121,14 @@ class ClusterMember:
         self._service.sampling.new_id = _sample_ids(self.node.id)
 
     def _facts(self) -> NodeFacts:
-        service = self._service
+        service, state = self._service, self._service.engine.state
+        samplers = state.extras.get("samplers", {}).values()  # vLLM loads for minutes after the trainer is ready
         return NodeFacts(
             operations=service.worker.queued,
             runs=len(self.homes.held),
             busy=len(self._unfinished()),
             samples=service.sampling.queued + service.sampling.running,
-            is_ready=service.engine.state.is_ready,
+            is_ready=state.is_ready and all(sampler.is_ready for sampler in samplers),
             capabilities=capabilities_of(service.catalog),
         )
 
@@ -151,6 +152,7 @@ class ClusterMember:
         while True:
             try:
                 if node.is_draining:
+                    await self.homes.look()
                     await self._drain()
                 else:
                     await self._adopt(node)

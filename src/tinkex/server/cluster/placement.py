@@ -78,10 +78,12 @@ def runs_to_give_up(own: str, nodes: Sequence[NodeRecord], waiting: Mapping[str,
         return []
     like = [node for node in fit if set(mine.models) <= set(node.models)]
     mean = sum(node.runs for node in like) / len(like)
-    if len(waiting) <= max(mean * UNEVEN, mean + UNEVEN_RUNS):
+    others = [_weight(node) for node in like if node is not mine]
+    if not others or len(waiting) <= max(mean * UNEVEN, mean + UNEVEN_RUNS):
         return []
-    count = min(math.floor(len(waiting) - mean), MOVED_AT_ONCE)
-    return sorted(waiting, key=lambda run_id: (waiting[run_id], run_id))[:count]
+    # A claim goes by weight, not by the number of runs: more than these would come back with their next request.
+    count = min(math.floor(len(waiting) - mean), _weight(mine) - min(others) - 1, MOVED_AT_ONCE)
+    return sorted(waiting, key=lambda run_id: (waiting[run_id], run_id))[: max(count, 0)]
 
 
 def engines_text(nodes: Sequence[NodeRecord]) -> str:

@@ -461,6 +461,7 @@ class Worker:
 
         What runs there ends first, and its result is refused: nothing old is there if the run comes back."""
         if run_id not in self._forgetting:
+            self._active.discard(run_id)  # now: the eviction before it has woken the loop, which would start one more
             self._forgetting[run_id] = asyncio.create_task(self._forget(run_id))
         await asyncio.wait([self._forgetting[run_id]], timeout=FORGET_S)
         if run_id in self._forgetting:
@@ -468,10 +469,9 @@ class Worker:
 
     async def _forget(self, run_id: str) -> None:
         try:
-            queue = self._queues.pop(run_id, None) or self._known.get(run_id)
-            self._known.pop(run_id, None)
+            queue, known = self._queues.pop(run_id, None), self._known.pop(run_id, None)
             self._active.discard(run_id)
-            if queue is None:
+            if (queue := queue or known) is None:
                 return
             waiting, running = list(queue.waiting.values()), queue.running
             queue.waiting.clear()

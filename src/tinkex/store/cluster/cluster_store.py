@@ -239,6 +239,12 @@ class ClusterStore(Store):
         is_ours = (homes.c.run_id == home.run_id, homes.c.node == home.node, homes.c.epoch == home.epoch)
         self._run_write(update(homes).where(*is_ours).values(node=""))
 
+    def homes_of(self, node_id: str) -> list[Home]:
+        """Return the runs that are at home on a node, whether it knows of them or not."""
+        with self._read() as connection:
+            rows = connection.execute(select(homes.c.run_id, homes.c.epoch).where(homes.c.node == node_id)).all()
+        return [Home(run_id=row.run_id, node=node_id, epoch=row.epoch) for row in rows]
+
     def urls_of(self, run_ids: Sequence[str]) -> dict[str, str]:
         """Return the address of the node of each run that is at home on one that lives."""
         query = select(homes.c.run_id, nodes.c.url).join(nodes, nodes.c.id == homes.c.node).where(_LIVES)
