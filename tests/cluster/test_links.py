@@ -65,7 +65,7 @@ def test_a_cut_link_resets_what_is_open_and_what_comes(link: Link) -> None:
         link.set("cut")
         with pytest.raises(ConnectionResetError):
             connection.recv(1)
-        with dial(link) as another, pytest.raises(ConnectionResetError):
+        with pytest.raises(ConnectionResetError), dial(link) as another:  # in the middle of connecting, or right after
             another.recv(1)
     link.set("open")
     with dial(link) as connection:
