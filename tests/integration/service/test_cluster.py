@@ -138,6 +138,28 @@ def test_a_node_that_is_stopped_leaves_its_runs_to_the_others_at_once(cluster: C
     assert [server for (server,) in cluster.rows("SELECT url FROM nodes")] == [near.url]
 
 
+def test_a_node_that_drains_gives_up_a_run_that_was_handed_to_it_and_nobody_asked_for(
+    two: Cluster, tmp_path: Path
+) -> None:
+    """Before: it looked at runs only that a request had brought to it, and `tinkex cluster drain` never ended."""
+    client = Raw(two.servers[0])
+    run = client.run()
+    before = run.done("forward", forward_input=batch())["metrics"]["loss:sum"]
+    home = two.home_of(run.id)
+    other = next(node for node in two.servers if node is not home)
+
+    def tell(*words: str) -> None:
+        command = [sys.executable, "-m", "tinkex", "cluster", *words, "--database-url", two.url]
+        done = subprocess.run([*command, "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    tell("move", run.id, other.url, "--wait-s", "40")
+    assert two.home_of(run.id) is other
+    tell("drain", other.url, "--wait-s", "40")
+    tell("drain", other.url, "--undo")
+    assert run.done("forward", forward_input=batch())["metrics"]["loss:sum"] == before
+
+
 @pytest.mark.full
 def test_a_run_moves_in_the_middle_of_its_steps_and_keeps_its_bits(
     cluster: Cluster, undisturbed: dict[str, bytes], tmp_path: Path
