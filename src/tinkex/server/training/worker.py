@@ -436,7 +436,7 @@ class Worker:
         return run_id in self._queues
 
     async def leave(self, run_id: str) -> bool:
-        """Let a run's operation end, start no other, and evict it. Return whether it can be at home elsewhere now."""
+        """Let a run's operation end, start no other, evict it. Return whether it can be elsewhere: then `forget` it."""
         if (queue := self._queues.get(run_id)) is None:
             return True
         queue.is_evicting = True  # nothing of it starts
@@ -445,7 +445,8 @@ class Worker:
                 await asyncio.wait(tasks, timeout=self._config.drain_s)
         finally:
             queue.is_evicting = False
-        return not self._residency.holds(run_id) or await self.evict(run_id, for_room=True)
+        queue.is_evicting = not self._residency.holds(run_id) or await self.evict(run_id, for_room=True)
+        return queue.is_evicting
 
     def knows(self, queue: RunQueue) -> bool:
         """Whether a queue was not forgotten since a request got it."""
@@ -461,7 +462,6 @@ class Worker:
 
         What runs there ends first, and its result is refused: nothing old is there if the run comes back."""
         if run_id not in self._forgetting:
-            self._active.discard(run_id)  # now: the eviction before it has woken the loop, which would start one more
             self._forgetting[run_id] = asyncio.create_task(self._forget(run_id))
         await asyncio.wait([self._forgetting[run_id]], timeout=FORGET_S)
         if run_id in self._forgetting:
