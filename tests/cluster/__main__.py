@@ -13,7 +13,7 @@ from tests.cluster.buckets import Buckets
 from tests.cluster.harness import ClusterBench
 from tests.cluster.schedule import kinds_of, schedule_of
 from tests.faults import broken
-from tests.faults.range_run import MOST_SEEDS, Rig, prove, run_range
+from tests.faults.range_run import MOST_SEEDS, Rig, prove, run_range, tell
 from tests.faults.warm import Warmth
 
 
@@ -51,11 +51,7 @@ def _run_one(seed: int, without: str, has_log: bool, buckets_port: int) -> int:
             outcome = bench.run(schedule, bench.expectations(numbers), without)
         finally:
             bench.close()
-    print(outcome.timeline)
-    if has_log:
-        print(outcome.log)
-    print(outcome.report())
-    return 1 if outcome.violations else 0
+    return tell(outcome, has_log=has_log)
 
 
 if __name__ == "__main__":

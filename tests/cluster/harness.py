@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from tests.cluster.resumption import resumptions
 from tests.cluster.schedule import BRIEF_PROGRAMS, LONG_PROGRAMS, NAMES, ClusterSchedule
 from tests.cluster.servers import ALONE, Cluster
-from tests.faults.harness import AnySchedule, Bench, look, spy, wait_closed
+from tests.faults.harness import AnySchedule, Bench, look, run_programs, spy, wait_closed
 from tests.faults.history import FaultRecord, Recorder
 from tests.faults.program import program_of
 from tests.faults.proxy import Proxy
@@ -58,18 +58,7 @@ def _play(schedule: ClusterSchedule, cluster: Cluster, recorder: Recorder) -> No
         recorder.say("ready")
         tenants = [Tenant(name, program_of(number), proxy.url, recorder, board, PATIENCE)
                    for name, number in schedule.programs.items()]  # fmt: skip
-        for tenant in tenants:
-            tenant.thread.start()
-        is_over = threading.Event()
-        breaker = threading.Thread(
-            target=_break_things, args=(schedule, cluster, proxy, recorder, is_over), name="breaker", daemon=True
-        )
-        breaker.start()
-        end = time.monotonic() + PROGRAM_WITHIN_S
-        for tenant in tenants:
-            tenant.thread.join(max(end - time.monotonic(), 0.1))
-        is_over.set()
-        breaker.join(90)
+        run_programs(tenants, partial(_break_things, schedule, cluster, proxy, recorder), PROGRAM_WITHIN_S, 90)
         recorder.say("the programs have ended")
         wait_closed(proxy, recorder)
         requests = proxy.requests

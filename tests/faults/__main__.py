@@ -11,7 +11,7 @@ import sys
 
 from tests.faults import broken
 from tests.faults.harness import Bench
-from tests.faults.range_run import MOST_SEEDS, prove, run_range
+from tests.faults.range_run import MOST_SEEDS, prove, run_range, tell
 from tests.faults.schedule import Schedule, schedule_of
 from tests.faults.warm import Warmth
 
@@ -48,11 +48,7 @@ def _run_one(schedule: Schedule, without: str, has_log: bool) -> int:
             outcome = bench.run(schedule, bench.expectations(), without)
         finally:
             bench.close()
-    print(outcome.timeline)
-    if has_log:
-        print(outcome.log)
-    print(outcome.report())
-    return 1 if outcome.violations else 0
+    return tell(outcome, has_log=has_log)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -205,18 +206,7 @@ def _play(schedule: Schedule, servers: list[Supervisor], recorder: Recorder) -> 
         recorder.say("ready")
         tenants = [Tenant(name, program_of(number), proxy.url, recorder, board)
                    for name, number in schedule.programs.items()]  # fmt: skip
-        for tenant in tenants:
-            tenant.thread.start()
-        is_over = threading.Event()
-        breaker = threading.Thread(
-            target=_break_things, args=(schedule, servers, proxy, recorder, is_over), name="breaker", daemon=True
-        )
-        breaker.start()
-        end = time.monotonic() + PROGRAM_WITHIN_S
-        for tenant in tenants:
-            tenant.thread.join(max(end - time.monotonic(), 0.1))
-        is_over.set()
-        breaker.join(30)
+        run_programs(tenants, partial(_break_things, schedule, servers, proxy, recorder), PROGRAM_WITHIN_S, 30)
         wait_closed(proxy, recorder)
         requests = proxy.requests
         for server in servers:
@@ -232,6 +222,22 @@ def _play(schedule: Schedule, servers: list[Supervisor], recorder: Recorder) -> 
         recorder.history.crashes.append(f"The schedule broke off: {type(error).__name__}: {error}")
     finally:
         proxy.close()
+
+
+def run_programs(
+    tenants: list[Tenant], break_things: Callable[[threading.Event], None], within_s: float, mended_within_s: float
+) -> None:
+    """Run the programs of all tenants to their ends, while a thread breaks things until its event is set."""
+    for tenant in tenants:
+        tenant.thread.start()
+    is_over = threading.Event()
+    breaker = threading.Thread(target=break_things, args=(is_over,), name="breaker", daemon=True)
+    breaker.start()
+    end = time.monotonic() + within_s
+    for tenant in tenants:
+        tenant.thread.join(max(end - time.monotonic(), 0.1))
+    is_over.set()
+    breaker.join(mended_within_s)
 
 
 def _break_things(

@@ -84,6 +84,15 @@ def run_range(seeds: Sequence[int], jobs: int, rig: Rig | None = None) -> int:
     return 1 if broken else 0
 
 
+def tell(outcome: Outcome, *, has_log: bool) -> int:
+    """Print what happened in one schedule, and return the exit code."""
+    print(outcome.timeline)
+    if has_log:
+        print(outcome.log)
+    print(outcome.report())
+    return 1 if outcome.violations else 0
+
+
 def _summary(seeds: Sequence[int], results: list[SeedResult], broken: list[int], taken_s: float) -> str:
     faults = Counter[str]()
     for result in results:
