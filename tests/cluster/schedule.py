@@ -6,9 +6,19 @@ As with one server, time is counted in training requests that have passed: the s
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tests.cluster.kinds import AMOUNTS, BY_NAME, KINDS, LONG_AWAY, LONG_AWAY_S, ONE_LONG_IN, Role
+from tests.cluster.kinds import (
+    AMOUNTS,
+    BY_NAME,
+    DIRECTED,
+    KINDS,
+    LONG_AWAY,
+    LONG_AWAY_S,
+    ONE_DIRECTED_IN,
+    ONE_LONG_IN,
+    Role,
+)
 from tests.faults.program import BRIEF, LONG, steps_of
 from tests.faults.schedule import NETWORK_KINDS, NetworkFault
 
@@ -68,7 +78,7 @@ def schedule_of(seed: int) -> ClusterSchedule:
     programs = LONG_PROGRAMS if seed % ONE_FULL_IN == 0 else BRIEF_PROGRAMS
     # Training requests that pass in an undisturbed schedule, about.
     requests = len(NAMES) * steps_of(programs[0]) * 2
-    return ClusterSchedule(
+    schedule = ClusterSchedule(
         seed=seed,
         programs=dict(zip(NAMES, dice.sample(programs, len(NAMES)), strict=True)),
         fronts=fronts,
@@ -77,6 +87,17 @@ def schedule_of(seed: int) -> ClusterSchedule:
         faults=_faults(dice, seed, requests, {"front": fronts, "node": nodes, "all": 1}),
         network=_network(dice, requests),
     )
+    if seed % ONE_DIRECTED_IN != ONE_DIRECTED_IN // 2:
+        return schedule
+    fault = ClusterFault(
+        kind=DIRECTED[seed // ONE_DIRECTED_IN % len(DIRECTED)],
+        at=dice.randrange(requests // 5, requests // 2),
+        delay_s=0.0,
+        seconds=0.0,
+        server=dice.randrange(nodes),
+    )
+    # A snapshot after each operation: an old one is written late, and commands are deleted that a replay would need.
+    return replace(schedule, snapshot_every_s=0.0, faults=(fault,), network=())
 
 
 def _faults(dice: random.Random, seed: int, requests: int, servers: dict[Role, int]) -> tuple[ClusterFault, ...]:
