@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.unit.store.conftest import Place, operation, run
 from tinkex.errors import ConfigError, ValidationError
-from tinkex.server.cluster.counters import ClusterCounters
+from tinkex.server.cluster.own_counters import ClusterCounters
 from tinkex.server.cluster.homes import Homes
 from tinkex.server.cluster.placement import node_for_run
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeFacts, NodeRecord

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.store.conftest import Place
 from tinkex.clock import REAL
-from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.node_lease import Node
 from tinkex.settings import ServeConfig
 from tinkex.store.cluster.cluster_store import NodeFacts
 
