@@ -32,7 +32,13 @@ def main() -> int:
             print(schedule_of(seed))
         return 0
     with Buckets() as buckets:
-        rig = Rig(partial(ClusterBench, buckets_port=buckets.port), schedule_of, kinds_of, is_cluster=True)
+        rig = Rig(
+            partial(ClusterBench, buckets_port=buckets.port),
+            schedule_of,
+            kinds_of,
+            is_cluster=True,
+            program="tests.cluster",
+        )
         if args.seed is not None:
             return _run_one(args.seed, args.without or "", args.log, buckets.port)
         if args.without is not None:
