@@ -1,7 +1,7 @@
 """Faults in which a node is given up, another one takes its runs, and dies: the runs come back to the first one.
 
-That is what fence and conditional renewal are for. What a node still has of a run must not count when it comes back: not
-as a late write (the fence), nor as what the node believes to have (the renewal).
+That is what fence and conditional renewal are for. What a node still has of a run must not count when it comes back:
+not as a late write (the fence), nor as what the node believes to have (the renewal).
 """
 
 from __future__ import annotations
