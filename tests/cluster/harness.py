@@ -29,9 +29,9 @@ class ClusterBench(Bench):
     environment = ALONE
     hurries = False
 
-    def __init__(self, warmth: str, buckets_port: int) -> None:
+    def __init__(self, warmth: str, buckets_port: int, program: str = program) -> None:
         super().__init__(warmth)
-        self._buckets_port = buckets_port
+        self._buckets_port, self.program = buckets_port, program
 
     def _perform(self, schedule: AnySchedule, stack: ExitStack, folder: Path, recorder: Recorder, without: str) -> str:
         if not isinstance(schedule, ClusterSchedule):  # one server, undisturbed, to compare with

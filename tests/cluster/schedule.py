@@ -25,7 +25,7 @@ from tests.faults.schedule import NETWORK_KINDS, NetworkFault
 NAMES = ("alice", "bob", "carol", "dave")
 BRIEF_PROGRAMS = tuple(range(BRIEF, BRIEF + 6))
 LONG_PROGRAMS = tuple(range(LONG, LONG + 4))
-ONE_FULL_IN = 4
+ONE_LONG_PROGRAM_IN = 4
 """In one schedule of so many each tenant trains for 40 steps; in the others all tenants together do."""
 
 
@@ -72,10 +72,11 @@ def kinds_of(schedule: object) -> set[str]:
     return {fault.kind for fault in schedule.faults}
 
 
-def schedule_of(seed: int) -> ClusterSchedule:
+def schedule_of(seed: int, *, is_long: bool = False) -> ClusterSchedule:
+    """Return the schedule of a seed. `is_long`: each tenant trains for 40 steps, whatever the seed is."""
     dice = random.Random(f"cluster {seed}")
     fronts, nodes = 2, dice.choice((2, 2, 3))
-    programs = LONG_PROGRAMS if seed % ONE_FULL_IN == 0 else BRIEF_PROGRAMS
+    programs = LONG_PROGRAMS if is_long or seed % ONE_LONG_PROGRAM_IN == 0 else BRIEF_PROGRAMS
     # Training requests that pass in an undisturbed schedule, about.
     requests = len(NAMES) * steps_of(programs[0]) * 2
     schedule = ClusterSchedule(
