@@ -208,6 +208,9 @@ def test_a_run_stays_if_the_node_that_was_to_have_it_takes_no_more(store: Cluste
     store.join(node("c", models=("other",)), 60)
     with pytest.raises(ValidationError, match="serves other, and not tinkex/tiny"):
         store.ask_to_move(RUN, "c")
+    store.join(node("d", kind="sample"), 60)
+    with pytest.raises(ValidationError, match="only samples: it takes no runs"):
+        store.ask_to_move(RUN, "d")
 
 
 def test_a_run_whose_home_dies_on_the_way_goes_where_it_was_to_go(store: ClusterStore, postgres_place: Place) -> None:
