@@ -10,11 +10,11 @@ from collections import OrderedDict
 from contextlib import suppress
 from itertools import count
 
+from tinkex.server.cluster.concern import Concern
 from tinkex.server.cluster.homes import Homes
-from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.node_lease import Node
 from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.placement import engines_text
-from tinkex.server.cluster.routing import Concern
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.service import Service
 from tinkex.store.errors import Unavailable
