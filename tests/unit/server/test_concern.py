@@ -63,6 +63,14 @@ def test_a_request_concerns_what_its_json_names(served: Served, path: str, body:
     assert (found.kind, found.name) == (kind, name)
 
 
+def test_a_run_is_deleted_at_its_home_and_found_or_renamed_anywhere(served: Served) -> None:
+    found = concern(served, "training_runs/s%3Atrain%3A0", b"", "DELETE")
+    assert (found.kind, found.name, found.is_read) == ("run", "s:train:0", False)
+    assert concern(served, "training_runs/s:train:0", b"{}", "PATCH").kind == "none"
+    assert concern(served, "training_runs/find", b"", "GET").kind == "none"
+    assert concern(served, "training_runs/s:train:0/checkpoints/weights/a", b"", "DELETE").kind == "none"
+
+
 def test_the_steps_of_a_run_concern_it_and_a_list_of_runs_does_not(served: Served) -> None:
     assert concern(served, "training_runs/s%3Atrain%3A0/steps", b"", "GET").name == "s:train:0"
     assert concern(served, "training_runs/s:train:0/steps", b"", "GET") == Concern("run", "s:train:0", is_read=True)

@@ -33,6 +33,12 @@ def steps_of(operations: Iterable[OperationRecord], *, is_cut: bool = False) -> 
     return steps, sum(row.kind == "forward_backward" for row in parts)
 
 
+def last_loss(operations: Iterable[OperationRecord]) -> float | None:
+    """Return the loss of the last complete step."""
+    steps, _ = steps_of(operations)
+    return steps[-1]["loss"] if steps else None
+
+
 def thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """Return every n-th step, so that at most `most` are left; the last step is always one of them."""
     every = math.ceil(len(steps) / max(most, 1))
