@@ -15,7 +15,7 @@ from tests.unit.server.test_worker import TINY, running, scenario
 from tinkex.engine.contract import OutOfMemory, Sampled, SampleEvent, SampleSpec, SequenceOutput
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.routes import sampling as routes
-from tinkex.server.sampling import finished_samples, sample_queue
+from tinkex.server.sampling import completions, finished_samples
 from tinkex.server.sampling.finished_samples import FinishedSamples
 from tinkex.server.sampling.sample_queue import PolledSample, SampleTarget
 from tinkex.server.service import Service
@@ -95,17 +95,17 @@ async def test_finished_samples_are_listed_by_cursor_and_old_samplers_are_forgot
     async with running(tmp_path, FakeEngine()) as service:
         first = submit(service)
         await service.sampling.wait(first, 5)
-        found, cursor = await service.sampling.completed("sampler", 0, 0.01)
+        found, cursor = await service.sampling.completions.since("sampler", 0, 0.01)
         assert found == [(first.id, "finished")]
-        assert await service.sampling.completed("sampler", cursor, 0.01) == ([], cursor)
-        for number in range(sample_queue.MOST_SAMPLERS):
-            await service.sampling.completed(f"other {number}", 0, 0.0)
+        assert await service.sampling.completions.since("sampler", cursor, 0.01) == ([], cursor)
+        for number in range(completions.MOST_SAMPLERS):
+            await service.sampling.completions.since(f"other {number}", 0, 0.0)
         second = submit(service)
         await service.sampling.wait(second, 5)
-        found, later = await service.sampling.completed("sampler", cursor, 0.01)
+        found, later = await service.sampling.completions.since("sampler", cursor, 0.01)
         assert found == [(second.id, "finished")], "a cursor from before it was forgotten skips nothing"
         assert later > cursor
-        assert len(service.sampling._completions) <= sample_queue.MOST_SAMPLERS
+        assert len(service.sampling.completions) <= completions.MOST_SAMPLERS
 
 
 @scenario
