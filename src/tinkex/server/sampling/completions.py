@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +43,15 @@ class Completions:
             finished.ids.popleft()
             finished.first += 1
         wake(finished.waiters)
+
+    def forget(self, sampler_id: str, kept: Container[str]) -> None:
+        """Forget the oldest requests of a sampler as far as they are not among those that are kept: their results are
+        gone, and a server that draws five million samples a day would list them all."""
+        if (finished := self._samplers.get(sampler_id)) is None:
+            return
+        while finished.ids and finished.ids[0][0] not in kept:
+            finished.ids.popleft()
+            finished.first += 1
 
     async def since(self, sampler_id: str, cursor: int, seconds: float) -> tuple[list[tuple[str, FinishedState]], int]:
         """Return the requests that finished since the cursor, and the next cursor. Waits if there are none yet."""

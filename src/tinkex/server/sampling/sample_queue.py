@@ -56,6 +56,8 @@ TARGET_BYTES = 56
 MOST_DEATHS = 2
 """Fewer than for a training operation: a sample that kills the engine must not use up the operations' chances."""
 MOST_CHECKED = 10_000
+DROPPED_AT_ONCE = 500
+"""Results: two milliseconds."""
 MOST_EVICTED = 8
 """For a sample that runs out of memory 2, 4 and then 8 idle training runs leave the engine, and it is tried again."""
 CHECKED_S = 1.0
@@ -282,9 +284,11 @@ class Sampling:
         return sample if sample is not None and sample.tenant == tenant else None
 
     async def wait(self, sample: PolledSample, seconds: float) -> None:
-        """Wait until it is done or the time is up."""
+        """Wait for its client until it is done or the time is up."""
         if not sample.is_done:
             await wait_in(sample.waiters, seconds)
+        if sample.is_done and sample.id in self._samples:
+            self._finished.note_asked(sample.tenant, sample.id, self._clock.now())
 
     def cancel(self, sample: PolledSample) -> None:
         if sample.job is not None:
@@ -310,9 +314,21 @@ class Sampling:
         if sample.sampler_id:
             self.completions.add(sample.sampler_id, sample.id, "finished" if sample.error is None else "failed")
         for sample_id in self._finished.add(sample.tenant, sample.id, sample.size_bytes, sample.finished):
-            dropped = self._samples.pop(sample_id)
-            if self._by_key.get(dropped.key) is dropped:  # not that of a later attempt
-                del self._by_key[dropped.key]
+            self._drop(sample_id)
+
+    async def drop_expired(self) -> None:
+        """Drop the results whose time is over, in pieces: all that a busy service drew in half a minute, it may be."""
+        for number, sample_id in enumerate(self._finished.expired(self._clock.now()), 1):
+            self._drop(sample_id)
+            if number % DROPPED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _drop(self, sample_id: str) -> None:
+        dropped = self._samples.pop(sample_id)
+        if self._by_key.get(dropped.key) is dropped:  # not that of a later attempt
+            del self._by_key[dropped.key]
+        if dropped.sampler_id:
+            self.completions.forget(dropped.sampler_id, self._samples)
 
     # ── Requests that are streamed
 
