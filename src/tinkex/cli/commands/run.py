@@ -14,7 +14,6 @@ from tinkex.cli.named import RUN, run_named
 from tinkex.cli.parser import CommandParser
 from tinkex.clock import REAL
 from tinkex.errors import ConflictError, NotFoundError, TinkexError, ValidationError
-from tinkex.rules.run_names import name_in, tags_in
 from tinkex.terminal import output
 from tinkex.terminal.curve import Point, draw
 from tinkex.terminal.format import NONE, age, aware, clean, date, number, utc_now
@@ -273,6 +272,8 @@ def _fetch_plainly(
 
 
 def _matches(run: tinkex.TrainingRun, args: argparse.Namespace) -> bool:
+    from tinkex.rules.run_names import name_in, tags_in  # loads every type, which `--help` need not
+
     tags = tags_in(run.user_metadata)
     text = "\n".join((name_in(run.user_metadata) or "", run.training_run_id, run.base_model, *tags)).lower()
     has_tag = args.tag is None or args.tag.lower() in [known.lower() for known in tags]
