@@ -79,7 +79,7 @@ class ClientConfigRequest(Value):
 
 
 class ClientConfigResponse(Value):
-    """How the service wants clients to behave. `tinkex` is said by services of our own: version, stream, tokenizers."""
+    """How the service wants clients to behave. `tinkex` is said by services of our own: version, stream, …"""
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"

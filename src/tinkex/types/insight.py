@@ -16,13 +16,20 @@ class RunStep(Value):
     """The number of the step's last operation: ask for the steps after it."""
     time: dt.datetime
     loss: float | None = None
-    """Mean over the weights of its data, or the sum where a loss has no weights."""
+    """Mean over the weights of its data, or the sum where a loss has no weights. Of a custom loss, what your function
+    returned; None where a program that does not send it (an official client) used one."""
     evaluation_loss: float | None = None
     """The same of `forward` calls since the step before."""
     learning_rate: float | None = None
     tokens: int = 0
     seconds: float = 0.0
     """From when the engine was given the operations until it answered them."""
+    queue_seconds: float = 0.0
+    """How long its operations waited while none of this run was in the engine."""
+    failed: int = 0
+    """How many of its operations failed or were rejected."""
+    failure: str = ""
+    """The first of them and its reason."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Those of the last operations, as they were answered."""
 

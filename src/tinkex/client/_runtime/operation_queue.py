@@ -33,10 +33,15 @@ log = logging.getLogger("tinkex.training")
 
 
 class Send(Protocol):
-    """Submits the next request of an operation: its size in bytes, about, and its datums if it is a pass."""
+    """Submits the next request of an operation: its size in bytes, about, its datums if it is a pass, and its notes."""
 
     def __call__(
-        self, endpoint: Endpoint, encode: Encode, size_hint: int, datums: int | None = None
+        self,
+        endpoint: Endpoint,
+        encode: Encode,
+        size_hint: int,
+        datums: int | None = None,
+        notes: Mapping[str, str] | None = None,
     ) -> Coroutine[Any, Any, Collect]: ...
 
 
@@ -114,8 +119,14 @@ class OperationQueue:
 
     @asynccontextmanager
     async def _turn(self, link: ServiceLink, operation: Operation, unsent: list[int]) -> AsyncIterator[Send]:
-        async def send(endpoint: Endpoint, encode: Encode, size_hint: int, datums: int | None = None) -> Collect:
-            return await submit(link, operation, endpoint, unsent.pop(0), encode, size_hint, datums)
+        async def send(
+            endpoint: Endpoint,
+            encode: Encode,
+            size_hint: int,
+            datums: int | None = None,
+            notes: Mapping[str, str] | None = None,
+        ) -> Collect:
+            return await submit(link, operation, endpoint, unsent.pop(0), encode, size_hint, datums, notes)
 
         try:
             async with self._turns:

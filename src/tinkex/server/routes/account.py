@@ -37,7 +37,7 @@ async def client_config(request: ApiRequest) -> Response:
             "fwdbwd_max_chunk_len": ranges.MAX_DATUMS,
             "fwdbwd_max_chunk_bytes_count": min(FWDBWD_MAX_CHUNK_BYTES, config.max_body_bytes // 2),
             "sample_max_concurrent_requests": min(SAMPLE_MAX_CONCURRENT, config.max_queued_samples),
-            "tinkex": {"version": __version__, "stream": True, "tokenizers": True},
+            "tinkex": {"version": __version__, "stream": True, "tokenizers": True, "run_records": True},
         }
     )
 

@@ -14,7 +14,7 @@ from tinkex.server.http.requests import ApiRequest
 from tinkex.server.service import Service
 from tinkex.server.training.intake import MAX_SEQ
 from tinkex.server.training.run_queue import PendingOperation
-from tinkex.server.training.steps import steps_of, thinned
+from tinkex.server.training.steps import settled, steps_of, thinned
 from tinkex.store.records import OperationRecord
 
 MAX_OPERATIONS = 5000
@@ -30,8 +30,11 @@ async def run_steps(request: ApiRequest) -> Response:
     except ValueError:
         raise bad_request("after_seq_id and most_steps must be whole numbers.", "bad_page") from None
     is_active = service.worker.is_active(run.id)  # before the rows: a client that reads "idle" has read all steps
-    rows = await service.db(service.store.done_since, run.id, after, MAX_OPERATIONS)
-    steps, open_passes = steps_of(rows, is_cut=len(rows) == MAX_OPERATIONS)
+    # With the last operation before: what comes next did not wait while that one ran.
+    rows = await service.db(service.store.ended_since, run.id, after, MAX_OPERATIONS)
+    is_cut = len(rows) == MAX_OPERATIONS
+    before = rows.pop(0) if rows and rows[0].seq_id == after else None
+    steps, open_passes = steps_of(settled(rows, after), is_cut=is_cut, before=before)
     homes = {} if service.others is None else await service.others.urls_of([run.id])
     return json_response(
         {
