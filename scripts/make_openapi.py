@@ -75,7 +75,7 @@ QUERIES: dict[str, dict[str, str]] = {
     "list_user_checkpoints": _PAGE,
     "list_sessions": _PAGE,
     "failed_operations": _PAGE,
-    "run_steps": {"after_seq_id": "integer", "most_steps": "integer"},
+    "run_steps": {"after_seq_id": "integer", "before_seq_id": "integer", "most_steps": "integer", "only": "string"},
     "audit_log": {"day": "string", "event_type": "string"},
     "checkpoint_storage_usage": {"project_id": "string"},
 }

@@ -186,11 +186,15 @@ class Journal(Database):
         query = select(operations).where(*later, is_before, operations.c.state != "queued")
         return self._all(OperationRecord, query.order_by(operations.c.seq_id).limit(bounded(limit)))
 
-    def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[OperationRecord], int]:
+    def failures(
+        self, tenant: str, offset: int, limit: int, run_id: str | None = None
+    ) -> tuple[list[OperationRecord], int]:
         """Return a page of a tenant's operations that failed or were rejected, latest first, and how many there are."""
         newest_first = (operations.c.finished_at.desc(), operations.c.seq_id.desc())
-        query = select(operations).where(operations.c.tenant == tenant, _HAS_FAILED).order_by(*newest_first)
-        return self._page(OperationRecord, query, offset, limit)
+        query = select(operations).where(operations.c.tenant == tenant, _HAS_FAILED)
+        if run_id is not None:
+            query = query.where(operations.c.run_id == run_id)
+        return self._page(OperationRecord, query.order_by(*newest_first), offset, limit)
 
     def queued(self) -> list[OperationRecord]:
         """Return every operation that waits, by run and sequence number."""

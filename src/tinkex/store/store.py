@@ -23,6 +23,7 @@ from tinkex.store.database import Durability, connect, connect_alone, sqlite_con
 from tinkex.store.errors import DatabaseAway, DiskFull, Duplicate, Unavailable
 from tinkex.store.journal import Journal, existing_operation
 from tinkex.store.lease import Lease, check_not_served, lease_for
+from tinkex.store.long_runs import LongRunStore
 from tinkex.store.migrations import migrate
 from tinkex.store.payloads import Payloads, StoredPayload
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
@@ -40,7 +41,7 @@ class Freed(NamedTuple):
 logger = logging.getLogger("tinkex.store")
 
 
-class Store(SessionStore, Journal, CheckpointStore, AccessStore):
+class Store(SessionStore, Journal, LongRunStore, CheckpointStore, AccessStore):
     folders: DataFolder
     """Checkpoints, samplers' weights and snapshots. Unlike rows, any thread may use it."""
 

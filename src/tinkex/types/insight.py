@@ -32,12 +32,18 @@ class RunStep(Value):
     """The first of them and its reason."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Those of the last operations, as they were answered."""
+    number: int | None = None
+    """In a thinned list: which of the steps after `after_seq_id` it is; the first is 1."""
+    tokens_so_far: int | None = None
+    """In a thinned list: tokens of all steps from `after_seq_id` to this one, as `seconds_so_far` are their seconds."""
+    seconds_so_far: float | None = None
 
 
 class RunStepsResponse(Value):
     steps: list[RunStep]
     count: int = 0
     """How many steps there were: more than are listed where `most_steps` thinned them."""
+    is_thinned: bool = False
     next_seq_id: int
     """Pass it as `after_seq_id` to get what comes next."""
     open_passes: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import insight
 from tinkex.server.service import Service
-from tinkex.server.training.steps import settled, steps_of, thinned
+from tinkex.server.training.steps import settled, steps_of
 from tinkex.store.journal import _HAS_FAILED
 from tinkex.store.records import OperationRecord
 from tinkex.store.store import Store
@@ -149,13 +148,33 @@ async def test_failures_are_told_with_their_reason_to_their_tenant_alone(tmp_pat
         assert (await ask(service, "failed_operations", "stranger"))["operations"] == []
 
 
-def test_a_thinned_history_keeps_its_last_step_and_stays_within_the_bound() -> None:
-    steps = [{"seq_id": number} for number in range(1, 1001)]
-    for most in (1, 3, 7, 200, 999):
-        left = thinned(steps, most)
-        assert left[-1] == steps[-1] and len(left) <= most
-        assert len({later["seq_id"] - first["seq_id"] for first, later in itertools.pairwise(left)}) <= 1
-    assert thinned(steps, 1000) == steps and thinned([], 5) == []
+@scenario
+async def test_a_thinned_history_ends_with_the_last_step_and_counts_those_between(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as service:
+        queue = await new_run(service)
+        for number in range(1, 21, 2):
+            await backward(service, queue, number)
+            await done(service, await step(service, queue, number + 1, 0.5))
+        told = await ask(service, "run_steps", "t", "most_steps=4", run_id=queue.run.id)
+        assert [entry["seq_id"] for entry in told["steps"]] == [2, 8, 14, 20]
+        assert [entry["number"] for entry in told["steps"]] == [1, 4, 7, 10]
+        assert (told["count"], told["next_seq_id"], told["is_thinned"]) == (10, 20, True)
+        whole = await ask(service, "run_steps", "t", "most_steps=10", run_id=queue.run.id)
+        assert told["steps"][-1]["tokens_so_far"] == sum(entry["tokens"] for entry in whole["steps"]) > 0
+        part = await ask(service, "run_steps", "t", "after_seq_id=8&before_seq_id=15", run_id=queue.run.id)
+        assert [entry["seq_id"] for entry in part["steps"]] == [10, 12, 14]
+        short = await ask(service, "run_steps", "t", "most_steps=4&only=loss", run_id=queue.run.id)
+        assert [set(entry) for entry in short["steps"]] == [{"seq_id", "loss"}] * 4
+
+
+@scenario
+async def test_the_failures_of_one_run_can_be_asked_for(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as service:
+        queue = await new_run(service)
+        await service.intake.reject(queue, 1, "forward_backward", bad_request("datum 0 is empty", "bad_datum"))
+        own = await ask(service, "failed_operations", "t", f"run_id={queue.run.id}")
+        assert own["cursor"]["total_count"] == 1
+        assert (await ask(service, "failed_operations", "t", "run_id=another"))["cursor"]["total_count"] == 0
 
 
 def failed(seq_id: int, kind: str, error: str, state: str = "failed") -> OperationRecord:

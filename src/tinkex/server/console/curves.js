@@ -7,7 +7,7 @@ const OWN = "Your metrics";
 
 /** Where a metric of the service belongs, by the first pattern that its name matches. */
 const PLACES = [
-  [/^loss:sum$/, "Loss", "Loss (sum over the tokens)"],
+  [/^loss:sum$/, "Loss", "Loss (sum)"],
   [/^loss(:|$)/, "Loss"],
   [/kl|ratio|clip|entropy|logprob/, "Policy"],
   [/grad|norm|learning_rate|weight_decay/, "Optimizer"],
@@ -41,7 +41,7 @@ export function curvesOf({ steps, entries = [] }, axis) {
 }
 
 function addStep(add, step, x) {
-  const lossPlot = step.is_custom_loss ? "Loss of your function" : "Loss per token";
+  const lossPlot = lossName(step);
   add("Loss", lossPlot, "training", { kind: "is-loss", text: value, isMain: true }, x, step.loss);
   add("Loss", lossPlot, "evaluation", { kind: "is-evaluation", text: value, isMain: true }, x, step.evaluation_loss);
   add("Optimizer", "Learning rate", "", { kind: "is-rate", text: rate, isFromZero: true, isMain: true }, x, step.learning_rate);
@@ -51,9 +51,15 @@ function addStep(add, step, x) {
   add("Speed", "Seconds of a step", "engine", { kind: "is-throughput", text: duration, isFromZero, isMain: true }, x, step.seconds);
   add("Speed", "Seconds of a step", "queue", { kind: "is-rate", text: duration, isFromZero }, x, step.queue_seconds);
   for (const [name, y] of Object.entries(step.metrics ?? {})) {
+    if (name === "learning_rate:max" || (name === "loss:sum" && y === step.loss)) continue; // drawn already
     const [, group, title] = PLACES.find(([pattern]) => pattern.test(name));
     add(group, title ?? metricName(name), "", {}, x, y);
   }
+}
+
+/** What the loss of a step is: a mean over the weights of its tokens, or what the loss function returned. */
+export function lossName(step) {
+  return step?.metrics?.["loss:sum"] === step?.loss && typeof step?.loss === "number" ? "Loss" : "Loss per token";
 }
 
 /** "loss:sum" is "loss (sum)"; a mean goes by its name alone. */

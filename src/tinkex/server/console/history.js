@@ -29,20 +29,19 @@ export class History {
       answer = await get(path("api/v1/training_runs", this.runId, "steps"), { query, signal });
       this.add(answer);
       // A long history may come in several responses. Later, one request per refresh is enough.
-    } while (!this.isLoaded && answer.steps.length > 0 && !answer.is_complete);
+    } while (!this.isLoaded && answer.steps.length > 0 && !answer.is_thinned);
     this.isActive = answer.is_active;
     this.home = answer.home ?? null;
     this.isLoaded = true;
   }
 
-  add({ steps, count, next_seq_id, tokens, seconds }) {
+  add({ steps, count, next_seq_id }) {
     numbered(steps, this);
     this.isThinned ||= steps.length < count;
     this.steps.push(...steps);
     this.count += count;
-    const last = steps[steps.length - 1];
-    this.tokens += tokens ?? (last ? last.all_tokens - this.tokens : 0);
-    this.seconds += seconds ?? (last ? last.all_seconds - this.seconds : 0);
+    this.tokens = this.last?.all_tokens ?? 0;
+    this.seconds = this.last?.all_seconds ?? 0;
     this.next = next_seq_id;
     while (this.steps.length > MOST_KEPT) {
       const end = this.steps.length - 1;
@@ -77,13 +76,14 @@ export class History {
   }
 }
 
-/** Numbers the steps that follow `before`. The service does it for a thinned list, where only it knows the others. */
+/** Numbers the steps that follow `before`, and sums up. In a thinned list the service has counted from there. */
 function numbered(steps, before) {
   let { count: number, tokens, seconds } = before;
   for (const step of steps) {
-    number = before.count + (step.number_after ?? number + 1 - before.count);
-    tokens = before.tokens + (step.tokens_after ?? tokens + step.tokens - before.tokens);
-    seconds = before.seconds + (step.seconds_after ?? seconds + step.seconds - before.seconds);
+    const isCounted = step.number !== undefined;
+    number = isCounted ? before.count + step.number : number + 1;
+    tokens = isCounted ? before.tokens + step.tokens_so_far : tokens + step.tokens;
+    seconds = isCounted ? before.seconds + step.seconds_so_far : seconds + step.seconds;
     Object.assign(step, { number, all_tokens: tokens, all_seconds: seconds });
   }
 }

@@ -15,7 +15,7 @@ export function parameterTable(runs) {
     const differs = texts.some((text) => text !== texts[0]);
     const line = row(
       cell("", "lead", h("span", { class: "muted" }, name)),
-      texts.map((text, n) => cell(runs.length > 1 ? runName(runs[n].run) : "", "num", text)),
+      ...texts.map((text, n) => cell(runs.length > 1 ? runName(runs[n].run) : "", "num", text)),
     );
     line.classList.toggle("differs", differs);
     if (differs) line.setAttribute("aria-label", `${name}: differs`);

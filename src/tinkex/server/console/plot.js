@@ -71,7 +71,7 @@ export class Plot {
     this.seen = new IntersectionObserver(([entry]) => {
       this.isSeen = entry.isIntersecting;
       if (this.isSeen && this.isStale) this.redraw();
-    }, { rootMargin: "200px" });
+    }, { rootMargin: "800px" });
     this.seen.observe(this.element);
   }
 

@@ -3,6 +3,7 @@
 import { get, path } from "./api.js";
 import { Board } from "./board.js";
 import { checkpointTable } from "./checkpoints.js";
+import { lossName } from "./curves.js";
 import { failureList } from "./failures.js";
 import { fill, h, notice, setText } from "./dom.js";
 import { count, duration, exactly, short, value, when } from "./format.js";
@@ -173,9 +174,4 @@ function showFacts(list, run, history) {
       ),
     ),
   );
-}
-
-/** What the number is: a mean over the weights of the tokens, or what the loss function returned. */
-export function lossName(step) {
-  return step && step.is_mean === false ? "Loss" : "Loss per token";
 }

@@ -10,5 +10,5 @@ Others import:
     run_queue         RunQueue, PendingOperation: one run's operations
     checks            check_data, check_text, count_targets: what a request may contain
     pass_notes        pass_options: what the journal notes about a pass for those who look at it
-    steps             steps_of, settled, thinned: a journal as optimizer steps
+    steps             steps_of, settled, picked: a journal as optimizer steps
 """

@@ -9,6 +9,7 @@ from typing import Any
 from tinkex.rules.metrics import step_loss
 from tinkex.server.http import views
 from tinkex.server.training.pass_notes import custom_loss, surrogates
+from tinkex.store.long_runs import PickedStep
 from tinkex.store.records import OperationRecord
 
 STEP_KINDS = frozenset({"forward", "forward_backward", "optim_step"})
@@ -53,10 +54,15 @@ def settled(operations: Sequence[OperationRecord], after_seq: int) -> list[Opera
     return list(operations[:end])
 
 
-def thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Return every n-th step, so that at most `most` are left; the last step is always one of them."""
-    every = math.ceil(len(steps) / max(most, 1))
-    return steps if every <= 1 else steps[::-1][::every][::-1]
+def picked(picks: Sequence[PickedStep]) -> list[dict[str, Any]]:
+    """Return some of the steps of a long run, each with its number and what the run had come to when it ended."""
+    steps: list[dict[str, Any]] = []
+    tokens, seconds = 0, 0.0
+    for pick in picks:
+        tokens, seconds = tokens + pick.tokens, seconds + pick.seconds
+        [*_, step], _ = steps_of(pick.rows, before=pick.before)
+        steps.append({**step, "number": pick.number, "tokens_so_far": tokens, "seconds_so_far": seconds})
+    return steps
 
 
 def _step(parts: list[OperationRecord], waited_s: float) -> dict[str, Any]:
