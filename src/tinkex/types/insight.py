@@ -20,7 +20,11 @@ class RunStep(Value):
     returned; None where a program that does not send it (an official client) used one."""
     evaluation_loss: float | None = None
     """The same of `forward` calls since the step before."""
+    loss_fn: str | None = None
+    """The loss function; "custom" is one of your program."""
     learning_rate: float | None = None
+    optimizer: dict[str, float] = field(default_factory=dict)
+    """Settings of the optimizer that are not the usual ones."""
     tokens: int = 0
     seconds: float = 0.0
     """From when the engine was given the operations until it answered them."""

@@ -4,7 +4,7 @@ import { get, path } from "./api.js";
 
 /** Above this many, every second step is dropped: plots have no more pixels, and the page stays open for days. */
 const MOST_KEPT = 4000;
-const MOST_SAMPLES = 500;
+const PAGE_OF_LOG = 1000;
 
 /** The steps of a run. Each has its `number`, and the tokens and seconds of the run up to its end. */
 export class History {
@@ -90,26 +90,38 @@ function numbered(steps, before) {
 
 /** A list that grows: the user's metrics, or samples. A service without it has an empty one. */
 export class Log {
-  constructor(runId, name, most) {
-    Object.assign(this, { runId, name, most, rows: [], next: null, isOffered: true });
+  constructor(runId, name, list) {
+    Object.assign(this, { runId, name, list, rows: [], next: 0, isOffered: true });
   }
 
   async refresh(signal) {
     if (!this.isOffered) return;
-    const query = { most: this.most };
-    if (this.next !== null) query.after = this.next;
-    try {
-      const answer = await get(path("api/v1/training_runs", this.runId, this.name), { query, signal });
-      this.rows.push(...(answer[LISTS[this.name]] ?? []));
-      this.next = answer.next ?? this.next;
-    } catch (problem) {
-      if (problem.status !== 404 && problem.status !== 405) throw problem;
-      this.isOffered = false;
+    let found;
+    do {
+      const query = { after: this.next, most: PAGE_OF_LOG };
+      try {
+        const answer = await get(path("api/v1/training_runs", this.runId, this.name), { query, signal });
+        found = answer[this.list] ?? [];
+        this.next = answer.next;
+      } catch (problem) {
+        if (problem.status !== 404 && problem.status !== 405) throw problem;
+        this.isOffered = false;
+        return;
+      }
+      this.rows.push(...found);
+      this.shorten();
+    } while (found.length === PAGE_OF_LOG);
+  }
+
+  /** Of metrics, every second entry is dropped when there are too many; of samples, the oldest. */
+  shorten() {
+    while (this.name === "metrics" && this.rows.length > MOST_KEPT) {
+      const end = this.rows.length - 1;
+      this.rows = this.rows.filter((_, n) => n === 0 || (end - n) % 2 === 0);
     }
-    while (this.rows.length > MOST_KEPT) this.rows = this.rows.filter((_, n) => (this.rows.length - 1 - n) % 2 === 0);
+    this.rows = this.rows.slice(-MOST_KEPT);
   }
 }
-const LISTS = { metrics: "entries", samples: "samples" };
 
-export const metricsOf = (runId) => new Log(runId, "metrics", MOST_KEPT / 4);
-export const samplesOf = (runId) => new Log(runId, "samples", MOST_SAMPLES);
+export const metricsOf = (runId) => new Log(runId, "metrics", "entries");
+export const samplesOf = (runId) => new Log(runId, "samples", "samples");

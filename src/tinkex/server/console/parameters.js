@@ -31,7 +31,8 @@ export function parameterTable(runs) {
 }
 
 function parametersOf(run, steps) {
-  const given = run.parameters ?? {};
+  const given = run.lora_config ?? {};
+  const functions = [...new Set(steps.map((step) => step.loss_fn).filter(Boolean))];
   const rates = steps.map((step) => step.learning_rate).filter((x) => x !== null && x !== undefined);
   const tokens = steps.map((step) => step.tokens).filter((n) => n > 0).sort((a, b) => a - b);
   return {
@@ -39,13 +40,17 @@ function parametersOf(run, steps) {
     Rank: String(run.lora_rank),
     Layers: layersOf(given),
     Seed: given.seed === undefined ? NONE : String(given.seed),
-    "Loss function": given.loss_fn ?? NONE,
+    "Loss function": functions.join(", ") || NONE,
     "Learning rate": rates.length === 0 ? NONE : spanOf(rates, rate),
     "Tokens per step": tokens.length === 0 ? NONE : spanOf([tokens[tokens.length >> 1]], short),
-    ...optimizerOf(given.adam_params ?? {}),
-    Created: given.created_at ? exactly(given.created_at) : NONE,
+    ...optimizerOf(steps[steps.length - 1]?.optimizer ?? {}),
+    Created: run.created_at ? exactly(run.created_at) : NONE,
     Tags: (run.tags ?? []).join(", ") || NONE,
-    ...Object.fromEntries(Object.entries(run.user_metadata ?? {}).filter(([name]) => name !== "tags").map(([name, text]) => [`“${name}”`, String(text).slice(0, 200)])),
+    ...Object.fromEntries(
+      Object.entries(run.user_metadata ?? {})
+        .filter(([name]) => !["name", "run_name", "tags"].includes(name))
+        .map(([name, text]) => [`“${name}”`, String(text).slice(0, 200)]),
+    ),
   };
 }
 
@@ -55,11 +60,9 @@ function layersOf({ train_attn: attention, train_mlp: mlp, train_unembed: unembe
   return trained.join(", ") || "none";
 }
 
+/** Settings of the optimizer that are not the usual ones. */
 function optimizerOf(params) {
-  const names = { beta1: "Adam β₁", beta2: "Adam β₂", eps: "Adam ε", weight_decay: "Weight decay", grad_clip_norm: "Gradient clipping" };
-  return Object.fromEntries(
-    Object.entries(names).map(([name, title]) => [title, params[name] === undefined ? NONE : rate(params[name])]),
-  );
+  return Object.fromEntries(Object.entries(params).map(([name, x]) => [`Optimizer: ${name}`, rate(x)]));
 }
 
 /** "3e-4", or the first, greatest and last of values that change. */

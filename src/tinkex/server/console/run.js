@@ -104,7 +104,6 @@ class RunPage {
     fill(this.about, JSON.stringify([run, history.last]), () => [
       parameterTable([{ run, steps: history.steps }]),
       pairs("Metrics of the last step", history.last?.metrics ?? {}),
-      pairs("Metadata", run.user_metadata ?? {}, String),
     ]);
   }
 

@@ -39,8 +39,8 @@ export function sampleTable() {
     draw();
   });
   element.show = (found) => {
-    if (found.length === samples.length && samples.length > 0) return;
-    samples = found.map((sample, n) => ({ number: n, ...sample })).reverse();
+    if (found[found.length - 1]?.number === samples[0]?.number) return;
+    samples = [...found].reverse();
     const prompts = [...new Set(samples.map((sample) => sample.prompt ?? ""))].filter(Boolean).slice(0, MOST_CHOICES);
     fill(choice, JSON.stringify(prompts), () => [
       h("option", { value: "" }, "All prompts"),

@@ -33,32 +33,37 @@ async def run_steps(request: ApiRequest) -> Response:
     except ValueError:
         raise bad_request("after_seq_id, before_seq_id and most_steps must be whole numbers.", "bad_page") from None
     is_active = service.worker.is_active(run.id)  # before the rows: a client that reads "idle" has read all steps
-    steps = await service.db(_steps_in, service.store, run.id, after, before, most_steps)
+    found = await service.db(_some_of, service.store, run.id, after, before, most_steps)
+    if found is None:
+        steps, open_passes = await steps_after(service, run.id, after, before)
+        next_seq_id = steps[-1]["seq_id"] if steps else after
+        found = {"steps": steps, "count": len(steps), "next_seq_id": next_seq_id, "open_passes": open_passes}
     if request.query_params.get("only") == "loss":
-        steps["steps"] = [{"seq_id": step["seq_id"], "loss": step["loss"]} for step in steps["steps"]]
+        found["steps"] = [{"seq_id": step["seq_id"], "loss": step["loss"]} for step in found["steps"]]
     homes = {} if service.others is None else await service.others.urls_of([run.id])
-    return json_response({**steps, "is_active": is_active, "home": homes.get(run.id)})
+    return json_response({**found, "is_active": is_active, "home": homes.get(run.id)})
 
 
-def _steps_in(store: Store, run_id: str, after: int, before: int, most_steps: int) -> dict[str, Any]:
+def _some_of(store: Store, run_id: str, after: int, before: int, most_steps: int) -> dict[str, Any] | None:
+    """Return every n-th step, so that there are at most so many; None if there are no more than that."""
     end = min(before, store.last_done(run_id) + 1)
-    total, open_passes = store.count_steps(run_id, after, end), 0
-    if is_thinned := total > most_steps:
-        steps = picked(store.pick_steps(run_id, after, end, total, -(-total // most_steps)))
-    else:
-        # With the last operation before: what comes next did not wait while that one ran.
-        rows = store.ended_since(run_id, after, MAX_OPERATIONS)
-        is_cut = len(rows) == MAX_OPERATIONS
-        previous = rows.pop(0) if rows and rows[0].seq_id == after else None
-        ended = [row for row in settled(rows, after) if row.seq_id < before]
-        steps, open_passes = steps_of(ended, is_cut=is_cut, before=previous)
-    return {
-        "steps": steps,
-        "count": total if is_thinned else len(steps),
-        "next_seq_id": steps[-1]["seq_id"] if steps else after,
-        "open_passes": open_passes,
-        "is_thinned": is_thinned,
-    }
+    total = store.count_steps(run_id, after, end)
+    if total <= most_steps:
+        return None
+    steps = picked(store.pick_steps(run_id, after, end, total, -(-total // most_steps)))
+    return {"steps": steps, "count": total, "next_seq_id": steps[-1]["seq_id"], "open_passes": 0, "is_thinned": True}
+
+
+async def steps_after(
+    service: Service, run_id: str, after: int, before: int = MAX_SEQ + 1
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the next steps of a run, and how many forward_backward calls follow the last of them."""
+    # With the last operation before: what comes next did not wait while that one ran.
+    rows = await service.db(service.store.ended_since, run_id, after, MAX_OPERATIONS)
+    is_cut = len(rows) == MAX_OPERATIONS
+    previous = rows.pop(0) if rows and rows[0].seq_id == after else None
+    ended = [row for row in settled(rows, after) if row.seq_id < before]
+    return steps_of(ended, is_cut=is_cut, before=previous)
 
 
 async def service_state(request: ApiRequest) -> Response:

@@ -27,7 +27,7 @@ from tinkex.server.http.fields import (
 from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
 from tinkex.server.service import Service
 from tinkex.server.training.checks import check_data, count_targets
-from tinkex.server.training.pass_notes import pass_options
+from tinkex.server.training.pass_notes import optimizer_options, pass_options
 from tinkex.server.training.run_queue import RunQueue
 from tinkex.store.records import CheckpointRecord, RunRecord, lora_of
 from tinkex.types.inputs import Datum
@@ -185,7 +185,9 @@ async def optim_step(request: ApiRequest) -> Response:
     body = await request.read_json()
 
     def make(queue: RunQueue) -> OperationContent:
-        return OperationContent(Frame({"op": "optim_step", "adapter": queue.run.id, **_adam(body)}).encode())
+        params = _adam(body)
+        frame = Frame({"op": "optim_step", "adapter": queue.run.id, **params})
+        return OperationContent(frame.encode(), optimizer_options(params, ADAM_DEFAULTS))
 
     return await _operation(request, body, "optim_step", make)
 

@@ -25,10 +25,23 @@ Notes = Mapping[str, Any]
 _HASH_BYTES = 8
 
 
-def pass_options(batch: ForwardBackwardInput, headers: Mapping[str, str]) -> dict[str, Any] | None:
+def pass_options(batch: ForwardBackwardInput, headers: Mapping[str, str]) -> dict[str, Any]:
     """Return the options of a pass whose data were checked. Raises ValidationError if a header cannot be read."""
-    notes = _notes(batch, headers)
-    return {NOTES: notes} if notes else None
+    return {NOTES: {"loss_fn": batch.loss_fn, **_notes(batch, headers)}}
+
+
+def optimizer_options(params: Mapping[str, float], defaults: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the options of an optim_step: its settings that are not the usual ones; the learning rate is a metric."""
+    unusual = {name: value for name, value in params.items() if name != "learning_rate" and value != defaults[name]}
+    return {NOTES: {"optimizer": unusual}} if unusual else None
+
+
+def loss_function(rows: Sequence[OperationRecord], hidden: set[int]) -> str | None:
+    """Return the name of the loss that a step was trained with; "custom" is a function of the caller's program."""
+    passes = [row for row in rows if row.kind == "forward_backward"]
+    if any(row.seq_id in hidden for row in passes):
+        return "custom"
+    return next((str(name) for row in reversed(passes) if (name := notes_of(row).get("loss_fn"))), None)
 
 
 def _notes(batch: ForwardBackwardInput, headers: Mapping[str, str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinkex.rules.metrics import step_loss
 from tinkex.server.http import views
-from tinkex.server.training.pass_notes import custom_loss, surrogates
+from tinkex.server.training.pass_notes import custom_loss, loss_function, notes_of, surrogates
 from tinkex.store.long_runs import PickedStep
 from tinkex.store.records import OperationRecord
 
@@ -83,7 +83,9 @@ def _step(parts: list[OperationRecord], waited_s: float) -> dict[str, Any]:
         "time": views.time_text(last.finished_at or last.created_at),
         "loss": step_loss(_loss_of(row, hidden) for row in done if row.kind == "forward_backward"),
         "evaluation_loss": step_loss(_loss_of(row, hidden) for row in done if row.kind == "forward"),
+        "loss_fn": loss_function(done, hidden),
         "learning_rate": rate,
+        "optimizer": notes_of(last).get("optimizer") or {},
         "tokens": sum(row.tokens for row in done),
         "seconds": sum(row.engine_s or 0.0 for row in done),
         "queue_seconds": waited_s,
