@@ -500,9 +500,7 @@ def test_the_keyboard_is_enough(page: Browser, stage: Stage) -> None:
         walked.append(page.focused())
         page.press("Tab")
     assert {"Smoothing", "Log scale", "Rename…", "Runs"} <= set(walked)
-    assert any(
-        name.startswith("Loss per token. Arrow keys") for name in walked
-    )
+    assert any(name.startswith("Loss per token. Arrow keys") for name in walked)
     page.run("document.querySelector('#nav a[href=\"#/playground\"]').focus()")
     page.press("Enter")
     wait_for_models(page)

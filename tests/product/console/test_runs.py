@@ -98,6 +98,72 @@ def test_chosen_runs_are_drawn_over_each_other_and_their_differences_marked(
     page.wait(lambda: len(page.texts(".plot")) > 0 and "proverbs again" in drawn(page)[0], "one line")
 
 
+def listed(page: Browser) -> list[str]:
+    return page.texts("tbody .run-name > a")
+
+
+def choose(page: Browser, field: str, value: str) -> None:
+    page.run(
+        "const list = document.getElementById(arguments[0]); list.value = arguments[1];"
+        "list.dispatchEvent(new Event('change'))",
+        field,
+        value,
+    )
+
+
+def test_runs_are_searched_filtered_and_ordered_and_the_address_keeps_it(
+    page: Browser, stage: Stage, second: tinkex.TrainingClient
+) -> None:
+    page.open(f"{stage.url}/#/runs")
+    page.enter("#search", "proverbs")
+    page.wait(lambda: listed(page) == ["proverbs again", "proverbs"], "the two runs of that name")
+    choose(page, "by-tag", "sweep")
+    page.wait(lambda: listed(page) == ["proverbs again"], "the one with the tag")
+    page.open(str(page.run("return location.href")))
+    page.wait(lambda: listed(page) == ["proverbs again"], "the same list at the same address")
+    assert page.run("return [document.getElementById('search').value, document.getElementById('by-tag').value]") == [
+        "proverbs",
+        "sweep",
+    ]
+    choose(page, "by-status", "finished")
+    page.wait_text("No run matches.")
+    page.click("button", "Show all runs")
+    choose(page, "by-order", "steps")
+    page.wait(lambda: "proverbs" in listed(page)[:3], "those with the most steps")
+    counts = [int(text.replace(",", "")) for text in page.texts("tbody [data-label=Steps]")]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+
+
+def test_a_run_is_renamed_tagged_archived_and_deleted(page: Browser, stage: Stage) -> None:
+    training = stage.service.create_lora_training_client("tinkex/tiny", rank=2, user_metadata={"name": "draft"})
+    training.save_state("kept").result(60)
+    page.open(f"{stage.url}/#/runs/{training.model_id}")
+    page.click("button", "Rename…")
+    page.enter("#text", "final answer")
+    page.press("Enter")
+    page.wait(lambda: page.texts("h1") == ["final answer"], "the new name")
+    page.click("button", "Add tag…")
+    page.enter("#text", "keep")
+    page.press("Enter")
+    page.find(".heading .tag", "keep")
+    page.click("button[aria-label='Remove the tag keep']")
+    page.wait(lambda: page.texts(".heading .tag") == [], "no tag")
+    page.click("button", "Archive")
+    page.find(".heading .tag", "Archived")
+    page.go(f"{stage.url}/#/runs?q=final")
+    page.wait_text("No run matches.")
+    choose(page, "by-archived", "only")
+    page.wait(lambda: listed(page) == ["final answer"], "the archived run")
+    page.click("tbody a", "final answer")
+    page.click("button", "Delete…")
+    assert page.focused() == "Cancel" and "weights/kept" in page.text("dialog")
+    page.picture(PICTURES / "run-delete.png", is_whole=False)
+    page.click("dialog button.danger", "Delete with checkpoints")
+    page.wait_text("final answer is deleted.", "#status")
+    page.wait(lambda: page.run("return location.hash") == "#/runs", "the list")
+    assert "detail" in ask(stage.url, f"/api/v1/training_runs/{training.model_id}")
+
+
 # ── A run
 
 
@@ -165,3 +231,53 @@ def test_a_mean_and_a_sum_have_different_names(page: Browser, stage: Stage) -> N
     page.find("path.line.is-loss")
     titles = page.texts(".plot h3")
     assert titles[0] == "Loss per token" and "Loss (sum)" in titles and "loss:sum" not in titles
+
+
+def test_metrics_and_samples_of_ones_own_are_drawn_and_listed(page: Browser, stage: Stage) -> None:
+    training = stage.service.create_lora_training_client("tinkex/tiny", rank=2, user_metadata={"name": "rewarded"})
+    for step in (1, 2, 3):
+        training.forward_backward(data(), "cross_entropy")
+        training.optim_step(tinkex.AdamParams(learning_rate=1e-3)).result(60)
+        training.log_metrics({"reward": step / 4, "kl": 0.01 * step}, step=step)
+        for number in range(5):
+            training.log_sample(f"2 + {number} =", f"answer {step}", reward=step / 4, step=step)
+    training.flush_metrics()
+    page.open(f"{stage.url}/#/runs/{training.model_id}")
+    page.find("section[aria-label='Your metrics'] path.line.is-own")
+    assert [
+        text.replace("latest", "").strip() for text in page.texts("section[aria-label='Your metrics'] .readout")
+    ] == [
+        "0.75",
+        "0.03",
+    ]
+    page.wait_text("10 of 15 samples")
+    assert page.texts(".samples tbody tr:first-child [data-label=Step]") == ["3"]
+    choose(page, "prompt-choice", "2 + 1 =")
+    page.wait_text("3 of 3 samples")
+    assert page.texts(".samples tbody [data-label=Text]") == ["answer 3", "answer 2", "answer 1"]
+    page.picture(PICTURES / "run-rewarded.png")
+    for kind in ("CSV", "JSONL"):
+        page.click(".run-actions button", kind)
+        page.wait(lambda: list(page.downloads.glob(f"*.{kind.lower()}")), f"the {kind}")  # noqa: B023
+    [lines] = page.downloads.glob("*.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [row["metrics"]["reward"] for row in rows if row["kind"] == "metrics"] == [0.25, 0.5, 0.75]
+    assert len([row for row in rows if row["kind"] == "step"]) == 3
+
+
+def test_the_loss_of_a_custom_loss_is_drawn_as_the_program_computed_it(page: Browser, stage: Stage) -> None:
+    training = stage.service.create_lora_training_client("tinkex/tiny", rank=2, user_metadata={"name": "own loss"})
+    returned = []
+    for _ in range(3):
+        done = training.forward_backward_custom(data(), lambda _, logprobs: (-sum(row.mean() for row in logprobs), {}))
+        returned.append(done.result(60).metrics["loss:sum"])
+        training.optim_step(tinkex.AdamParams(learning_rate=1e-2)).result(60)
+    page.open(f"{stage.url}/#/runs/{training.model_id}")
+    page.find("path.line.is-loss")
+    page.wait(lambda: page.texts(".plot h3")[0] == "Loss", "a loss that is no mean per token")
+    assert fact(page, "Loss") == f"{returned[-1]:.3f}" and returned[-1] < returned[0]
+    assert "evaluation" not in drawn(page)[0]
+    assert (
+        page.texts(".parameters tbody tr td")[page.texts(".parameters tbody tr td").index("Loss function") + 1]
+        == "custom"
+    )

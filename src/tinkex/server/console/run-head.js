@@ -3,8 +3,10 @@
 import { get, key, patch, path, remove, url } from "./api.js";
 import { ask } from "./dialog.js";
 import { fill, h, heading, notice, say, setText } from "./dom.js";
-import { plural, runName, shortId } from "./format.js";
+import { count, plural, runName, shortId } from "./format.js";
 import { showStatus } from "./status.js";
+
+const MOST_NAMED = 8;
 
 export function runHead(id, changed) {
   const title = heading("Run", h("span", { class: "state" }));
@@ -90,30 +92,37 @@ async function askText(title, label, before) {
 /** Asks, naming what depends on the run, and deletes. Returns whether it is gone. */
 export async function deleteRun(id, name, act) {
   const address = path("api/v1/training_runs", id);
-  let saved;
-  try {
-    ({ checkpoints: saved } = await get(`${address}/checkpoints`));
-  } catch {
-    saved = []; // the run may have gone meanwhile: the service will say so
-  }
-  const isSure = await ask({
-    title: `Delete ${name}?`,
-    content: [
-      h("p", {}, "Its curves, metrics and samples are deleted permanently."),
-      saved.length > 0 && h("p", {}, `${plural(saved.length, "checkpoint")} of it will be deleted too; whatever samples from one of them stops working:`),
-      saved.length > 0 && h("ul", { class: "named" }, saved.slice(0, 8).map((one) => h("li", { class: "id" }, one.checkpoint_id)), saved.length > 8 && h("li", {}, `and ${plural(saved.length - 8, "more", "more")}`)),
-      h("p", { class: "muted id" }, shortId(id)),
-    ].filter(Boolean),
-    agree: saved.length > 0 ? "Delete with checkpoints" : "Delete",
-    isDanger: true,
-  });
-  if (!isSure) return false;
+  const { checkpoints: saved } = await get(`${address}/checkpoints`).catch(() => ({ checkpoints: [] }));
+  const more = saved.length - MOST_NAMED;
+  const named = saved.slice(0, MOST_NAMED).map((one) => h("li", { class: "id" }, one.checkpoint_id));
+  const told = [
+    h("p", {}, "Its curves, metrics and samples are deleted permanently."),
+    saved.length > 0 && h("p", {}, `So are its ${plural(saved.length, "checkpoint")}. What samples from them stops working:`),
+    saved.length > 0 && h("ul", { class: "named" }, named, more > 0 && h("li", {}, `and ${count(more)} more`)),
+    h("p", { class: "muted id" }, id),
+  ].filter(Boolean);
+  const title = `Delete ${name}?`;
+  const agree = saved.length > 0 ? "Delete with checkpoints" : "Delete";
+  if (!(await ask({ title, content: told, agree, isDanger: true }))) return false;
   let isGone = false;
   await act(async () => {
-    await remove(address, { query: saved.length > 0 ? { force: "true" } : {} });
-    isGone = true;
-  }, `${name} is deleted.`);
+    isGone = await removeRun(address, saved.length > 0, title);
+  });
+  if (isGone) say(`${name} is deleted.`);
   return isGone;
+}
+
+/** Deletes a run. If the service names something else that depends on it, the user decides again. */
+async function removeRun(address, force, title) {
+  try {
+    await remove(address, { query: { force } });
+  } catch (caught) {
+    if (caught.status !== 409) throw caught;
+    const agree = "Delete it all";
+    if (!(await ask({ title, content: h("p", {}, caught.message), agree, isDanger: true }))) return false;
+    await remove(address, { query: { force: true } });
+  }
+  return true;
 }
 
 /** The key travels in a header, so the page fetches the file and hands it to the browser. */
