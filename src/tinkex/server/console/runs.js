@@ -66,7 +66,10 @@ export function runsPage(main, { query }) {
       await lines.refresh(runs, signal, draw);
     },
     EVERY_MS,
-    (refused) => problem.replaceChildren(notice(refused.message)),
+    (refused) => {
+      waiting.hidden = true;
+      problem.replaceChildren(notice(refused.message));
+    },
   );
   const quiet = onState((state) => {
     model = state.models[0] ?? USUAL_MODEL;
