@@ -58,7 +58,7 @@ export class Board {
     );
   }
 
-  /** `runs` are { name, kind, steps, entries }; if they are compared, `kind` is the CSS class with a run's colour. */
+  /** `runs` are { name, kind, steps, entries, start }; if they are compared, `kind` is the CSS class with a run's colour. */
   draw(runs, isCompared = false) {
     this.runs = runs;
     this.isCompared = isCompared;
@@ -76,6 +76,7 @@ export class Board {
         found.get(key).lines.push(isOne ? curve : { ...curve, label: run.name, kind: run.kind });
       }
     }
+    if (!this.cursor.span) this.cursor.extent = extentOf([...found.values()].flatMap(({ lines }) => lines));
     this.empty.hidden = found.size > 0;
     this.show(found);
   }
@@ -115,4 +116,10 @@ export class Board {
   close() {
     for (const plot of this.plots.values()) plot.close();
   }
+}
+
+/** The first and the last x of all lines. */
+function extentOf(lines) {
+  const ends = lines.flatMap(({ points }) => [points[0][0], points[points.length - 1][0]]);
+  return [Math.min(...ends), Math.max(...ends)];
 }

@@ -2,6 +2,7 @@
 
 import { get, path } from "./api.js";
 import { Board } from "./board.js";
+import { startOf } from "./curves.js";
 import { cell, fill, h, heading, keyed, notice, row, setText, table } from "./dom.js";
 import { count, duration, runName, short, shortId, value } from "./format.js";
 import { History, metricsOf } from "./history.js";
@@ -38,7 +39,10 @@ export function comparePage(main, { query }) {
     if (mark === drawn && !isForced) return;
     drawn = mark;
     const shown = runs.filter((one) => one.run && !hidden.has(one.id));
-    board.draw(shown.map((one) => ({ name: runName(one.run), kind: one.kind, steps: one.history.steps, entries: one.metrics.rows })), true);
+    const drawable = shown.map(({ run, kind, history: { steps }, metrics }) => {
+      return { name: runName(run), kind, steps, entries: metrics.rows, start: startOf(run, steps) };
+    });
+    board.draw(drawable, true);
   };
   const polling = poll(
     async (signal) => {

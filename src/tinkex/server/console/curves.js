@@ -19,9 +19,8 @@ const PLACES = [
  * All curves of a run, as { group, plot, label, kind, text, isFromZero, points }. `axis` says what x is. A curve of which
  * every value is the same number is left out, unless the user sent it.
  */
-export function curvesOf({ steps, entries = [] }, axis) {
+export function curvesOf({ steps, entries = [], start }, axis) {
   const made = new Map();
-  const start = new Date(steps[0]?.time ?? entries[0]?.time ?? 0).getTime();
   const add = (group, plot, label, look, x, y) => {
     if (typeof y !== "number" || !Number.isFinite(y)) return;
     const key = `${group}\n${plot}\n${label}`;
@@ -73,7 +72,13 @@ function isTelling(curve) {
   return curve.isOwn || curve.isMain || curve.points.some(([, y]) => y !== first[1]);
 }
 
-function placeOf(step, axis, start) {
+/** When a run began, in milliseconds. */
+export function startOf(run, steps) {
+  return new Date(run.created_at ?? steps[0]?.time ?? run.last_request_time).getTime();
+}
+
+/** Where a step is on the x axis. */
+export function placeOf(step, axis, start) {
   if (axis === "time") return (new Date(step.time).getTime() - start) / 1000;
   return axis === "tokens" ? step.all_tokens : step.number;
 }

@@ -27,7 +27,8 @@ export function teach(element, model) {
     h(
       "p",
       { class: "lede" },
-      "No runs yet. A run appears here as soon as a program starts to train, and its loss is plotted meanwhile.",
+      "No runs yet. A run appears here as soon as a program starts to train, and its loss is plotted meanwhile. ",
+      h("a", { href: "#/runs?archived=all" }, "Show archived runs"),
     ),
     h(
       "div",

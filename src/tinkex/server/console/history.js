@@ -50,12 +50,10 @@ export class History {
     }
   }
 
-  /** The steps between two numbers, in as much detail as a plot can show. */
-  async between(from, to, signal) {
-    const inside = this.steps.filter((step) => step.number >= from && step.number <= to);
-    const first = this.steps[this.steps.indexOf(inside[0]) - 1];
-    const last = inside[inside.length - 1];
-    if (!last) return [];
+  /** The steps in a part of the x axis, in as much detail as a plot can show; `place(step)` is where a step is. */
+  async between([from, to], place, signal) {
+    const first = this.steps.findLast((step) => place(step) < from);
+    const last = this.steps.find((step) => place(step) > to) ?? this.last;
     const query = { after_seq_id: first?.seq_id ?? -1, before_seq_id: last.seq_id + 1, most_steps: this.mostSteps };
     const { steps } = await get(path("api/v1/training_runs", this.runId, "steps"), { query, signal });
     numbered(steps, {

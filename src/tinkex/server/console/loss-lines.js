@@ -8,25 +8,39 @@ const AT_ONCE = 6;
 export class LossLines {
   constructor() {
     this.known = new Map();
+    this.isBusy = false;
   }
 
   of(run) {
     return this.known.get(run.training_run_id);
   }
 
-  /** Loads what is new, a few runs at a time, and calls `draw` after each. */
+  /** Loads what is new of these runs, a few at a time, and calls `draw` after each few. The list does not wait for it. */
   async refresh(runs, signal, draw) {
-    const due = runs.filter((run) => {
-      const known = this.of(run);
-      return !known || known.isActive || known.seen !== run.last_request_time;
-    });
-    while (due.length > 0) {
-      await Promise.all(due.splice(0, AT_ONCE).map((run) => this.load(run, signal)));
-      draw();
+    this.runs = runs;
+    this.fresh = new Set();
+    if (this.isBusy) return;
+    this.isBusy = true;
+    try {
+      for (let due = this.due(); due.length > 0; due = this.due()) {
+        await Promise.all(due.map((run) => this.load(run, signal)));
+        draw();
+      }
+    } catch (problem) {
+      if (problem.isPassing === undefined && !signal.aborted) throw problem; // the list itself tells of a lost connection
+    } finally {
+      this.isBusy = false;
     }
   }
 
+  due() {
+    const isDue = (run, known) => !known || known.isActive || known.seen !== run.last_request_time;
+    const due = this.runs.filter((run) => !this.fresh.has(run.training_run_id) && isDue(run, this.of(run)));
+    return due.slice(0, AT_ONCE);
+  }
+
   async load(run, signal) {
+    this.fresh.add(run.training_run_id);
     const known = this.of(run) ?? { points: [], count: 0, next: -1, lastLoss: null };
     const query = { after_seq_id: known.next, most_steps: POINTS, only: "loss" };
     const answer = await get(path("api/v1/training_runs", run.training_run_id, "steps"), { query, signal });

@@ -19,6 +19,7 @@ export class Cursor {
   constructor(zoomed = () => {}) {
     this.x = null;
     this.span = null;
+    this.extent = [0, 0]; // all of the x axis
     this.plots = new Set();
     this.zoomed = zoomed;
   }
@@ -39,7 +40,7 @@ export class Cursor {
 
 export class Plot {
   constructor({ title, cursor, isTall = false }) {
-    Object.assign(this, { title, cursor, lines: [], options: { axis: "step", part: 0 }, extent: null });
+    Object.assign(this, { title, cursor, lines: [], options: { axis: "step", part: 0 } });
     cursor.plots.add(this);
     this.readout = h("p", { class: "readout num" });
     this.drawing = svg("svg", {
@@ -277,9 +278,9 @@ export class Plot {
   scale(x, factor) {
     const { first, last } = this.box;
     const half = ((last - first) * factor) / 2;
-    const all = this.lines.flatMap(({ points }) => (points.length ? [points[0][0], points[points.length - 1][0]] : []));
-    const [from, to] = [Math.max(Math.min(...all), x - half), Math.min(Math.max(...all), x + half)];
-    this.cursor.zoom(from <= Math.min(...all) && to >= Math.max(...all) ? null : [from, to]);
+    const [least, most] = this.cursor.extent;
+    const [from, to] = [Math.max(least, x - half), Math.min(most, x + half)];
+    this.cursor.zoom(from <= least && to >= most ? null : [from, to]);
     this.cursor.move(x);
   }
 

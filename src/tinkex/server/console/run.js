@@ -3,7 +3,7 @@
 import { get, path } from "./api.js";
 import { Board } from "./board.js";
 import { checkpointTable } from "./checkpoints.js";
-import { lossName } from "./curves.js";
+import { lossName, placeOf, startOf } from "./curves.js";
 import { failureList } from "./failures.js";
 import { fill, h, notice, setText } from "./dom.js";
 import { count, duration, exactly, short, value, when } from "./format.js";
@@ -85,6 +85,7 @@ class RunPage {
       samples.refresh(signal),
     ]);
     this.body.hidden = false;
+    this.start = startOf(run, history.steps);
     this.head.show(run, history.isActive);
     showFacts(this.facts, run, history);
     this.draw();
@@ -108,32 +109,22 @@ class RunPage {
   }
 
   draw() {
-    const mark = `${this.history.next} ${this.metrics.next} ${this.detail !== null}`;
+    const mark = `${this.history.next} ${this.metrics.next}`;
     if (mark === this.drawn) return;
     this.drawn = mark;
-    this.board.draw([{ steps: this.detail ?? this.history.steps, entries: this.metrics.rows }]);
+    const [steps, entries] = [this.detail ?? this.history.steps, this.metrics.rows];
+    this.board.draw([{ steps, entries, start: this.start }]);
   }
 
   /** Where the service sent only some of the steps, it is asked for all of those in view. */
   async zoom(span, axis) {
-    const wanted = (this.span = span);
-    let detail = null;
-    if (span && this.history.isThinned) {
-      const { steps } = this.history;
-      const start = new Date(steps[0].time).getTime();
-      const place = {
-        step: (step) => step.number,
-        tokens: (step) => step.all_tokens,
-        time: (step) => (new Date(step.time).getTime() - start) / 1000,
-      }[axis];
-      const inside = steps.filter((step) => place(step) >= span[0] && place(step) <= span[1]);
-      if (inside.length === 0) return;
-      const found = await this.history.between(inside[0].number, inside[inside.length - 1].number).catch(() => null);
-      if (found && axis === "time") found.unshift(steps[0]); // times count from the first step
-      detail = found;
-    }
-    if (wanted !== this.span) return; // zoomed again meanwhile
+    this.span = span;
+    const { history } = this;
+    const place = (step) => placeOf(step, axis, this.start);
+    const detail = span && history.isThinned ? await history.between(span, place).catch(() => null) : null;
+    if (span !== this.span || detail === this.detail) return; // zoomed again meanwhile, or nothing more to show
     this.detail = detail;
+    this.drawn = "";
     this.draw();
   }
 }

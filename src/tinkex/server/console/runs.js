@@ -63,7 +63,7 @@ export function runsPage(main, { query }) {
       filters.learn(runs);
       const draw = () => keyed(rows, runs, (run) => run.training_run_id, (run) => makeRow(run, lines, chosen, selection.show));
       draw();
-      await lines.refresh(runs, signal, draw);
+      lines.refresh(runs, signal, draw);
     },
     EVERY_MS,
     (refused) => {
