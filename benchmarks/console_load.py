@@ -64,8 +64,8 @@ def seed(folder: Path) -> float:
         rows.execute("PRAGMA synchronous = OFF")
         for number in range(RUNS + 1):
             add_run(rows, number)
-        rows.execute(ADD_OPERATIONS.format(which="<>"), {"operations": 2 * STEPS, "long": LONG})
-        rows.execute(ADD_OPERATIONS.format(which="="), {"operations": 2 * LONG_STEPS, "long": LONG})
+        rows.execute(ADD_OPERATIONS.replace("{which}", "<>"), {"operations": 2 * STEPS, "long": LONG})
+        rows.execute(ADD_OPERATIONS.replace("{which}", "="), {"operations": 2 * LONG_STEPS, "long": LONG})
         rows.execute("ANALYZE")
     rows.close()
     return time.monotonic() - began
