@@ -61,8 +61,9 @@ BODIES: dict[str, type[Value] | None] = {
     "copy_weights": weights.CopyWeightsRequest,
     "set_session_project": None,
     "search_sessions": session.SessionSearchRequest,
+    "update_training_run": account.UpdateTrainingRunRequest,
 }
-"""The body of every POST and PUT. One that is missing here stops this script."""
+"""The body of every POST, PUT and PATCH. One that is missing here stops this script."""
 
 OWN_BODIES: dict[str, Schema] = {
     "set_checkpoint_ttl": {"properties": {"ttl_seconds": {"type": ["integer", "null"]}}},
@@ -71,7 +72,12 @@ OWN_BODIES: dict[str, Schema] = {
 }
 _PAGE = {"offset": "integer", "limit": "integer"}
 QUERIES: dict[str, dict[str, str]] = {
-    "list_training_runs": {**_PAGE, "project_id": "string"},
+    "list_training_runs": {
+        **_PAGE,
+        **dict.fromkeys(("project_id", "q", "status", "tag", "base_model", "archived", "order"), "string"),
+    },
+    "find_training_run": {"run": "string"},
+    "delete_training_run": {"force": "boolean"},
     "list_user_checkpoints": _PAGE,
     "list_sessions": _PAGE,
     "failed_operations": _PAGE,
@@ -119,7 +125,7 @@ def _operation(endpoint: Endpoint, schemas: Schemas) -> Schema:
     ]
     if parameters:
         operation["parameters"] = parameters
-    if endpoint.method in ("POST", "PUT"):
+    if endpoint.method in ("POST", "PUT", "PATCH"):
         kind = BODIES[name]
         schema = {"type": "object", **OWN_BODIES.get(name, {})} if kind is None else schemas.of(kind)
         operation["requestBody"] = {"content": {JSON: {"schema": schema}}}

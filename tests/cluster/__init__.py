@@ -5,7 +5,8 @@ The tenants, their programs, the history and the checker are those of `tests/fau
     links        TCP between two servers that can be cut or made silent
     schedule     a seed → programs, fronts, nodes and faults; pure and printable
     kinds        the kinds of faults: how likely, how long, from when the time to go on counts; a table to add rows to
-    servers      the cluster of one schedule: fronts, nodes, links, a bucket; what each kind of fault does to it
+    servers      the cluster of one schedule: fronts, nodes, links, a bucket
+    strikes      what each kind of fault does to it; `heirs`: those in which runs come back to a node that was given up
     buckets      a bucket server in a process of its own, which several schedules share
     harness      one schedule from start to verdict
     resumption   from a history: how long each fault kept a tenant waiting; pure

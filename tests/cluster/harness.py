@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.cluster.resumption import resumptions
 from tests.cluster.schedule import BRIEF_PROGRAMS, LONG_PROGRAMS, NAMES, ClusterSchedule
 from tests.cluster.servers import ALONE, Cluster
+from tests.cluster.strikes import strike
 from tests.faults.harness import AnySchedule, Bench, look, run_programs, spy, wait_closed
 from tests.faults.history import FaultRecord, Recorder
 from tests.faults.program import program_of
@@ -28,9 +29,9 @@ class ClusterBench(Bench):
     environment = ALONE
     hurries = False
 
-    def __init__(self, warmth: str, buckets_port: int) -> None:
+    def __init__(self, warmth: str, buckets_port: int, program: str = program) -> None:
         super().__init__(warmth)
-        self._buckets_port = buckets_port
+        self._buckets_port, self.program = buckets_port, program
 
     def _perform(self, schedule: AnySchedule, stack: ExitStack, folder: Path, recorder: Recorder, without: str) -> str:
         if not isinstance(schedule, ClusterSchedule):  # one server, undisturbed, to compare with
@@ -53,6 +54,7 @@ def _play(schedule: ClusterSchedule, cluster: Cluster, recorder: Recorder) -> No
     """Run the programs while things break, then look at what is left."""
     board = Board()
     proxy = Proxy([front.supervisor.port for front in cluster.fronts], schedule.network, recorder, spy(board, NAMES))
+    cluster.clients = proxy
     try:
         cluster.wait()
         recorder.say("ready")
@@ -88,7 +90,7 @@ def _break_things(
         began_s, note = recorder.now(), ""
         recorder.say(f"begins: {fault}")
         try:
-            note = cluster.strike(fault)
+            note = strike(cluster, fault)
         except Exception as error:
             note = f"{type(error).__name__}: {error}"
             recorder.history.crashes.append(f"The fault {fault} could not be done: {note}")

@@ -1,4 +1,4 @@
-"""The kinds of faults of a cluster. Pure. To add a kind, add a row here and a function to `servers.STRIKES`."""
+"""The kinds of faults of a cluster. Pure. To add a kind, add a row here and a function to `strikes.STRIKES`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Kind:
     counts_from: Literal["begin", "end"]
     """From when the time to go on counts. The end: where nothing can go on before, or nothing else takes over."""
     weight: int = 2
+    """How often the dice choose it; 0: only in the schedules of `DIRECTED`."""
 
 
 def _leases(*counts: float) -> tuple[float, ...]:
@@ -61,12 +62,20 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="bucket silent", role="all", seconds=(1.0, 4.0), counts_from="end", weight=1),
     # The time of day of one machine. Less than the 30 s for which a signed hop holds.
     Kind(name="skew clock", role="node", seconds=(0.0,), counts_from="begin"),
+    # A former home, as bad as it can be. They wait for what has to be so, and last as long as that takes.
+    Kind(
+        name="silence with work in hand, then lose its heir", role="node", seconds=(0.0,), counts_from="end", weight=0
+    ),
+    Kind(name="freeze idle node, then lose its heir", role="node", seconds=(0.0,), counts_from="end", weight=0),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 LONG_AWAY = "bucket away"
 LONG_AWAY_S = 60.0
 ONE_LONG_IN = 25
 """In one schedule of so many, the bucket is away for a whole minute, and nothing else happens."""
+DIRECTED = ("silence with work in hand, then lose its heir", "freeze idle node, then lose its heir")
+ONE_DIRECTED_IN = 10
+"""In one schedule of so many one of these happens and nothing else, in turn. Each shows one protection (`broken`)."""
 AMOUNTS: dict[str, tuple[float, ...]] = {
     "skew clock": (-10.0, 10.0),
     # How long the node is awake before its heir is lost: before and after it knows that it was given up.

@@ -6,16 +6,26 @@ As with one server, time is counted in training requests that have passed: the s
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tests.cluster.kinds import AMOUNTS, BY_NAME, KINDS, LONG_AWAY, LONG_AWAY_S, ONE_LONG_IN, Role
+from tests.cluster.kinds import (
+    AMOUNTS,
+    BY_NAME,
+    DIRECTED,
+    KINDS,
+    LONG_AWAY,
+    LONG_AWAY_S,
+    ONE_DIRECTED_IN,
+    ONE_LONG_IN,
+    Role,
+)
 from tests.faults.program import BRIEF, LONG, steps_of
 from tests.faults.schedule import NETWORK_KINDS, NetworkFault
 
 NAMES = ("alice", "bob", "carol", "dave")
 BRIEF_PROGRAMS = tuple(range(BRIEF, BRIEF + 6))
 LONG_PROGRAMS = tuple(range(LONG, LONG + 4))
-ONE_FULL_IN = 4
+ONE_LONG_PROGRAM_IN = 4
 """In one schedule of so many each tenant trains for 40 steps; in the others all tenants together do."""
 
 
@@ -62,13 +72,14 @@ def kinds_of(schedule: object) -> set[str]:
     return {fault.kind for fault in schedule.faults}
 
 
-def schedule_of(seed: int) -> ClusterSchedule:
+def schedule_of(seed: int, *, is_long: bool = False) -> ClusterSchedule:
+    """Return the schedule of a seed. `is_long`: each tenant trains for 40 steps, whatever the seed is."""
     dice = random.Random(f"cluster {seed}")
     fronts, nodes = 2, dice.choice((2, 2, 3))
-    programs = LONG_PROGRAMS if seed % ONE_FULL_IN == 0 else BRIEF_PROGRAMS
+    programs = LONG_PROGRAMS if is_long or seed % ONE_LONG_PROGRAM_IN == 0 else BRIEF_PROGRAMS
     # Training requests that pass in an undisturbed schedule, about.
     requests = len(NAMES) * steps_of(programs[0]) * 2
-    return ClusterSchedule(
+    schedule = ClusterSchedule(
         seed=seed,
         programs=dict(zip(NAMES, dice.sample(programs, len(NAMES)), strict=True)),
         fronts=fronts,
@@ -77,6 +88,17 @@ def schedule_of(seed: int) -> ClusterSchedule:
         faults=_faults(dice, seed, requests, {"front": fronts, "node": nodes, "all": 1}),
         network=_network(dice, requests),
     )
+    if seed % ONE_DIRECTED_IN != ONE_DIRECTED_IN // 2:
+        return schedule
+    fault = ClusterFault(
+        kind=DIRECTED[seed // ONE_DIRECTED_IN % len(DIRECTED)],
+        at=dice.randrange(requests // 5, requests // 2),
+        delay_s=0.0,
+        seconds=0.0,
+        server=dice.randrange(nodes),
+    )
+    # A snapshot after each operation: an old one is written late, and commands are deleted that a replay would need.
+    return replace(schedule, snapshot_every_s=0.0, faults=(fault,), network=())
 
 
 def _faults(dice: random.Random, seed: int, requests: int, servers: dict[Role, int]) -> tuple[ClusterFault, ...]:

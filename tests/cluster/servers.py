@@ -1,4 +1,4 @@
-"""The cluster of one schedule: its fronts and nodes, the links between them, and what each kind of fault does to it.
+"""The cluster of one schedule: its fronts and nodes, and the links between them.
 
 Every node has a data folder of its own, and reaches PostgreSQL through a link of its own. Other servers reach it
 through another link, which is the address that it is known by.
@@ -6,8 +6,7 @@ through another link, which is the address that it is known by.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,13 @@ from urllib.parse import quote
 import psycopg
 
 from tests.cluster.buckets import ACCESS, Bucket
-from tests.cluster.kinds import KINDS, LEASE_S
+from tests.cluster.kinds import LEASE_S
 from tests.cluster.links import Link, Links, Mode
-from tests.cluster.schedule import ClusterFault, ClusterSchedule
+from tests.cluster.schedule import ClusterSchedule
 from tests.faults.databases import BreakablePostgres, PostgresSchema
 from tests.faults.history import Recorder
 from tests.faults.hooks import PASSES_ALONE
-from tests.faults.schedule import HeavyFault, HeavyKind
+from tests.faults.proxy import Proxy
 from tests.faults.supervisor import Disk, Supervisor
 from tests.faults.tenant import key_of
 
@@ -65,6 +64,8 @@ class Cluster:
         """`delay_s` is how long what servers send to each other, to the database and to the bucket is under way."""
         self._folder, self._postgres, self._recorder = folder, postgres, recorder
         self._warmth, self._without, self._stack = warmth, without, stack
+        self.clients: Proxy | None = None
+        """What the clients reach the fronts through, once somebody has made it: its ports are those of the fronts."""
         name = f"cluster_{schedule.seed}"
         self.schema = PostgresSchema(postgres, name)
         stack.callback(self.schema.close)
@@ -125,12 +126,6 @@ class Cluster:
         for supervisor in self.supervisors:
             supervisor.wait_until_ready()
 
-    def strike(self, fault: ClusterFault) -> str:
-        """Break something, undo it after its time, and return a note for the record."""
-        for supervisor in self.supervisors:
-            supervisor.check_alive()
-        return STRIKES[fault.kind](self, fault) or ""
-
     def heal(self) -> None:
         """Undo whatever a failed fault may have left behind."""
         self.links.heal()
@@ -146,7 +141,7 @@ class Cluster:
             return connection.execute(query, values).fetchall()
 
     @contextmanager
-    def broken(self, mode: Mode, *links: Link | None) -> Any:
+    def broken(self, mode: Mode, *links: Link | None) -> Iterator[None]:
         """Keep links in a mode for the block."""
         for link in links:
             if link is not None:
@@ -157,81 +152,3 @@ class Cluster:
             for link in links:
                 if link is not None:
                     link.set("open")
-
-
-# ── What each kind does
-
-Strike = Callable[[Cluster, ClusterFault], str | None]
-
-
-def _heavy(kind: HeavyKind) -> Callable[[Supervisor, ClusterFault], str]:
-    """Return what breaks one server as in the schedules of a single one."""
-    return lambda supervisor, fault: supervisor.commit(
-        HeavyFault(kind=kind, at=fault.at, delay_s=0.0, seconds=fault.seconds)
-    )
-
-
-def _on_front(act: Callable[[Supervisor, ClusterFault], str]) -> Strike:
-    return lambda cluster, fault: act(cluster.fronts[fault.server].supervisor, fault)
-
-
-def _on_node(act: Callable[[Supervisor, ClusterFault], str]) -> Strike:
-    return lambda cluster, fault: act(cluster.nodes[fault.server].supervisor, fault)
-
-
-def _on_links(mode: Mode, links_of: Callable[[Cluster, ClusterFault], tuple[Link | None, ...]]) -> Strike:
-    def strike(cluster: Cluster, fault: ClusterFault) -> str:
-        with cluster.broken(mode, *links_of(cluster, fault)):
-            threading.Event().wait(fault.seconds)
-        return ""
-
-    return strike
-
-
-def _database(cluster: Cluster, fault: ClusterFault) -> tuple[Link]:
-    return (cluster.nodes[fault.server].database,)
-
-
-def _door(cluster: Cluster, fault: ClusterFault) -> tuple[Link | None]:
-    return (cluster.nodes[fault.server].door,)
-
-
-def _lose_heir(cluster: Cluster, fault: ClusterFault) -> str:
-    """Freeze a node, wake it, and kill the others: the runs come back to it, which has an old state of them."""
-    cluster.nodes[fault.server].supervisor.pause(fault.seconds, with_engine=False)
-    threading.Event().wait(fault.amount)
-    heirs = [node.supervisor for number, node in enumerate(cluster.nodes) if number != fault.server]
-    for heir in heirs:
-        heir.kill_all()
-    # Until their leases are over: a new process would be a node without runs, and get them.
-    threading.Event().wait(2 * LEASE_S)
-    for heir in heirs:
-        heir.start()
-    return ""
-
-
-STRIKES: dict[str, Strike] = {
-    "kill front": _on_front(_heavy("kill server")),
-    "restart front": _on_front(_heavy("restart server")),
-    "kill node": _on_node(_heavy("kill server")),
-    "kill engine": _on_node(_heavy("kill engine")),
-    "restart node": _on_node(_heavy("restart server")),
-    "freeze node": _on_node(lambda supervisor, fault: supervisor.pause(fault.seconds, with_engine=False)),
-    "freeze machine": _on_node(lambda supervisor, fault: supervisor.pause(fault.seconds, with_engine=True)),
-    "freeze node, then lose its heir": _lose_heir,
-    "pause node": _on_node(lambda supervisor, fault: supervisor.pause(fault.seconds, with_engine=False)),
-    "cut from database": _on_links("cut", _database),
-    "silence from database": _on_links("silent", _database),
-    "blink of database": _on_links("cut", _database),
-    "cut between nodes": _on_links("cut", _door),
-    "silence between nodes": _on_links("silent", _door),
-    "isolate node": _on_links("silent", lambda cluster, fault: (*_database(cluster, fault), *_door(cluster, fault))),
-    "front cut from database": _on_links("cut", lambda cluster, fault: (cluster.fronts[fault.server].database,)),
-    "restart database": lambda cluster, fault: cluster.schema.restart(fault.seconds),
-    "lose database": lambda cluster, fault: cluster.schema.lose(fault.seconds),
-    "stop database": lambda cluster, fault: cluster.schema.stop(fault.seconds),
-    "bucket away": _on_links("cut", lambda cluster, fault: (cluster.bucket_link,)),
-    "bucket silent": _on_links("silent", lambda cluster, fault: (cluster.bucket_link,)),
-    "skew clock": _on_node(lambda supervisor, fault: supervisor.skew_clock(fault.amount) or ""),
-}
-assert set(STRIKES) == {kind.name for kind in KINDS}

@@ -291,42 +291,30 @@ def _sweep_at_once() -> None:
 
 
 def _no_fence() -> None:
-    """Let a node write about a run that is at home elsewhere by now; its snapshots reach the database late."""
+    """Let a node write about a run that is at home elsewhere by now."""
     from tinkex.store.journal import Journal
-
-    set_snapshot = Journal.set_snapshot
-
-    def set_late(self: Any, run_id: str, folder: str, seq_id: int, home: Any = None) -> str | None:
-        threading.Event().wait(LATE_S)
-        return set_snapshot(self, run_id, folder, seq_id, home)
 
     def unchecked(self: Any, connection: Any, run_id: str, home: Any) -> None: ...
 
     _replace(Journal, "_check_home", unchecked)
-    _replace(Journal, "set_snapshot", set_late)
 
 
-def _no_fence_and_no_end_of_leases() -> None:
-    """Let a node that was given up renew its lease and go on as before, beside the one that has its runs.
-
-    Fence and conditional renewal protect against the same fault, and each alone is enough for most of it: without
-    the renewal the epoch in the fence refuses what the node writes, and without the fence it finds that it was given
-    up, and forgets its runs.
-    """
+def _no_end_of_leases() -> None:
+    """Let a node that was given up renew its lease, and go on as if it had not been."""
     from sqlalchemy import update
 
     from tinkex.store.cluster.cluster_store import ClusterStore
     from tinkex.store.lease import NOW
     from tinkex.store.tables import nodes
 
-    def renew(self: Any, node_id: str, lease_s: float, load: int) -> bool | None:
-        change = update(nodes).where(nodes.c.id == node_id).values(until=NOW + lease_s, load=load)
-        with self._write() as connection:
-            is_draining: bool | None = connection.scalar(change.returning(nodes.c.is_draining))
-        return is_draining
+    renew = ClusterStore.renew
 
-    _no_fence()
-    _replace(ClusterStore, "renew", renew)
+    def renew_always(self: Any, node_id: str, lease_s: float, facts: Any) -> bool | None:
+        with self._write() as connection:
+            connection.execute(update(nodes).where(nodes.c.id == node_id).values(until=NOW + lease_s))
+        return renew(self, node_id, lease_s, facts)
+
+    _replace(ClusterStore, "renew", renew_always)
 
 
 _KILLS = frozenset({"kill server", "kill both"})
@@ -400,13 +388,22 @@ PROTECTIONS: dict[str, Protection] = {
         faults=frozenset({"jump clock", "expire sessions"}),
         promises=frozenset({"readable", "succeeded"}),
     ),
-    "fence-and-renewal": Protection(
-        what="refusing what a node writes that was given up, and telling it so when it renews its lease",
+    "fence": Protection(
+        what="refusing what a node writes about a run that is at home elsewhere by now",
         side="server",
-        remove=_no_fence_and_no_end_of_leases,
+        remove=_no_fence,
         faults=frozenset(),
         promises=_WRONG,
         is_of_cluster=True,
-        cluster_faults=frozenset({"freeze node, then lose its heir"}),
+        cluster_faults=frozenset({"silence with work in hand, then lose its heir"}),
+    ),
+    "renewal": Protection(
+        what="telling a node that renews its lease that it was given up",
+        side="server",
+        remove=_no_end_of_leases,
+        faults=frozenset(),
+        promises=frozenset({"answered", "succeeded", "goes on"}),
+        is_of_cluster=True,
+        cluster_faults=frozenset({"freeze idle node, then lose its heir"}),
     ),
 }

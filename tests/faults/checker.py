@@ -21,7 +21,10 @@ schedules on two cores delay each other by some 0.3 s, so this bound is wide; an
 use: 1.3 s of nothing but waiting for a core were seen with 16 processes per core."""
 USUAL_LOAD = 4.0
 """Processes per core up to which the bound holds as it is."""
-FREEZES = ("stop server", "freeze node", "freeze machine", "pause node", "freeze node, then lose its heir")
+FREEZES = (
+    "stop server", "freeze node", "freeze machine", "pause node", "freeze node, then lose its heir",
+    "freeze idle node, then lose its heir",
+)  # fmt: skip
 """Faults that stop the process whose loop is watched."""
 Promise = Literal[
     "answered", "succeeded", "exact results", "once and in order", "exact weights", "readable", "isolated",

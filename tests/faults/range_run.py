@@ -27,6 +27,10 @@ _TELLS_EACH = "TESTS_TELL_EACH_SEED"
 _OURS = ("TypeError", "AttributeError", "NameError")
 MOST_SEEDS = 100
 """How many schedules may try to show what a missing protection breaks."""
+MOST_S = 900.0
+"""How long a schedule may take: three times the longest on a busy machine. One that does not end counts as broken."""
+PROGRESS_EVERY = 10
+"""Schedules after which a long run says how far it is."""
 
 
 def kinds_of(schedule: AnySchedule) -> set[str]:
@@ -43,6 +47,11 @@ class Rig:
     schedule_of: Callable[[int], AnySchedule] = schedule_of
     kinds_of: Callable[[AnySchedule], set[str]] = kinds_of
     is_cluster: bool = False
+    program: str = Bench.program
+
+    def command(self, seed: int) -> str:
+        """Return what runs a schedule again and prints its timeline."""
+        return f"python -m {self.program} --seed {seed}"
 
     def faults_for(self, protection: Protection) -> frozenset[str]:
         return protection.cluster_faults if self.is_cluster else protection.faults
@@ -75,13 +84,25 @@ def run_range(seeds: Sequence[int], jobs: int, rig: Rig | None = None) -> int:
         try:
             wanted = {number for seed in seeds for number in rig.schedule_of(seed).programs.values()}
             expected = lanes[0].expectations(wanted)
-            results = list(_share_out(seeds, lanes, expected))
+            results = list[SeedResult]()
+            for result in _share_out(seeds, lanes, expected):
+                results.append(result)
+                if len(results) % PROGRESS_EVERY == 0:
+                    print(_progress(len(seeds), results, time.monotonic() - began), flush=True)
         finally:
             for lane in lanes:
                 lane.close()
     broken = sorted(result.seed for result in results if result.promises)
     print(_summary(seeds, results, broken, time.monotonic() - began))
+    for seed in broken:
+        print(f"to see seed {seed} again: {rig.command(seed)}")
     return 1 if broken else 0
+
+
+def _progress(count: int, results: list[SeedResult], taken_s: float) -> str:
+    done, broken = len(results), sum(bool(result.promises) for result in results)
+    left_s = taken_s / done * (count - done)
+    return f"{done} of {count} schedules, {broken} with violations; {taken_s:.0f} s, about {left_s:.0f} s left"
 
 
 def tell(outcome: Outcome, *, has_log: bool) -> int:
@@ -175,11 +196,11 @@ def _first_violation(
 
 def _is_kept_with_all(seed: int, warmth: str, expected: dict[int, Expected], rig: Rig) -> bool:
     """Return whether a schedule keeps every promise while nothing is taken away."""
-    lane = _Lane(warmth, rig)
+    lanes = [_Lane(warmth, rig)]
     try:
-        return not any(result.promises for result in _share_out([seed], [lane], expected, is_quiet=True))
+        return not any(result.promises for result in _share_out([seed], lanes, expected, is_quiet=True))
     finally:
-        lane.close()
+        lanes[0].close()
 
 
 def _with_faults(seeds: Iterable[int], kinds: frozenset[str], rig: Rig) -> Iterator[int]:
@@ -191,21 +212,29 @@ def _with_faults(seeds: Iterable[int], kinds: frozenset[str], rig: Rig) -> Itera
 def _share_out(
     seeds: Iterable[int], lanes: list[_Lane], expected: dict[int, Expected], is_quiet: bool = False
 ) -> Iterator[SeedResult]:
-    """Give every free lane the next seed until there is none. Yields results as they come."""
+    """Give every free lane the next seed until there is none. Yields results as they come.
+
+    A lane that ends, or whose schedule does not, is replaced in `lanes`.
+    """
     waiting = iter(seeds)
-    busy: dict[Connection, tuple[_Lane, int]] = {}
+    busy: dict[Connection, tuple[_Lane, int, float]] = {}
     idle = list(lanes)
     while True:
         while idle and (seed := next(waiting, None)) is not None:
             lane = idle.pop()
             lane.connection.send((seed, expected))
-            busy[lane.connection] = (lane, seed)
+            busy[lane.connection] = (lane, seed, time.monotonic())
         if not busy:
             return
-        for ready in multiprocessing.connection.wait(list(busy)):
-            assert isinstance(ready, Connection)
-            lane, seed = busy.pop(ready)
-            result = lane.receive(seed)
+        ready = multiprocessing.connection.wait(list(busy), timeout=1.0)
+        overdue = [end for end, (_, _, began) in busy.items() if time.monotonic() - began > MOST_S]
+        for end in {*(end for end in ready if isinstance(end, Connection)), *overdue}:
+            lane, seed, began = busy.pop(end)
+            result = lane.receive() if end in ready else None
+            if result is None:
+                reason = f"did not end within {MOST_S:.0f} s" if end in overdue else "ended the process that ran it"
+                result = _lost(seed, reason, time.monotonic() - began)
+                lanes[lanes.index(lane)] = lane = lane.replaced()
             idle.append(lane)
             if not is_quiet and (result.promises or sys.stdout.isatty()):
                 print(result.text, flush=True)
@@ -214,10 +243,26 @@ def _share_out(
             yield result
 
 
+def _lost(seed: int, reason: str, seconds: float) -> SeedResult:
+    """Return the result of a schedule of which nothing is known."""
+    return SeedResult(
+        seed=seed,
+        promises=["no crash"],
+        patch_errors=[],
+        faults={},
+        seconds=seconds,
+        stall_cpu_s=0.0,
+        text=f"seed {seed}: the schedule {reason}",
+        resumptions=[],
+        counts={},
+    )
+
+
 class _Lane:
     """A process that runs one schedule after the other, all without the same protection or with every one."""
 
     def __init__(self, warmth: str, rig: Rig, without: str = "") -> None:
+        self._warmth, self._rig, self._without = warmth, rig, without
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, warmth, rig, without))
@@ -230,12 +275,18 @@ class _Lane:
         expected: dict[int, Expected] = self.connection.recv()
         return expected
 
-    def receive(self, seed: int) -> SeedResult:
+    def receive(self) -> SeedResult | None:
+        """Return the result of the schedule that it has run; None if its process is gone."""
         try:
             result: SeedResult = self.connection.recv()
             return result
-        except EOFError:
-            raise AssertionError(f"the process that ran seed {seed} is gone") from None
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def replaced(self) -> _Lane:
+        """End it at once, and return another one for the same work."""
+        self.close(is_patient=False)
+        return _Lane(self._warmth, self._rig, self._without)
 
     def close(self, is_patient: bool = True) -> None:
         """End it: after the schedule that it runs, or at once."""

@@ -217,7 +217,7 @@ class Supervisor:
             case "kill server" | "kill both":
                 return self._kill(fault)
             case "kill engine":
-                return self._signal_engine(signal.SIGKILL)
+                return self.signal_engine(signal.SIGKILL)
             case "restart server":
                 self.stop()
                 self.start()
@@ -251,7 +251,7 @@ class Supervisor:
     def _kill(self, fault: HeavyFault) -> str:
         assert self._process is not None
         groups = self._groups()
-        note = self._signal_engine(signal.SIGKILL) if fault.kind == "kill both" else ""
+        note = self.signal_engine(signal.SIGKILL) if fault.kind == "kill both" else ""
         os.kill(self._process.pid, signal.SIGKILL)
         assert self._process.wait(10) is not None
         if not _are_gone(groups, 5.0):
@@ -270,7 +270,7 @@ class Supervisor:
         """Add flags that are known only when the port is: before the first start."""
         self._words += flags
 
-    def _signal_engine(self, number: signal.Signals) -> str:
+    def signal_engine(self, number: signal.Signals) -> str:
         pid = self.engine_pid()
         if pid is None:
             return "no engine at that moment"

@@ -41,7 +41,7 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
-SERVERS = {name: service for name, service in compose()["services"].items() if service["image"] == "tinkex"}
+SERVERS = {name: service for name, service in compose()["services"].items() if service["image"].startswith("tinkex")}
 
 
 def image() -> dict[str, str]:
@@ -108,13 +108,25 @@ def test_a_server_of_the_compose_file_would_start(name: str, secrets: Path) -> N
         access = bucket_access(given)
         assert user["credentials"] == [{"accessKey": access["access_key_id"], "secretKey": access["secret_access_key"]}]
         assert all(action.endswith(":tinkex") for action in user["actions"])
+        assert config.proofs, "a sampler compares what those that train have saved"
 
 
 def test_all_servers_of_the_compose_file_share_what_they_must(secrets: Path) -> None:
     configs = [config_of(name, secrets) for name in SERVERS]
     for shared in ("database_url", "cluster_secret", "cluster_ca", "api_keys", "node_lease_s"):
         assert len({getattr(config, shared) for config in configs}) == 1, shared
-    assert sorted(bool(config.no_engine) for config in configs) == [False, False, True, True]
+    assert sorted(bool(config.no_engine) for config in configs) == [False, False, False, True, True]
+
+
+def test_the_sampler_of_the_compose_file_samples_with_vllm_and_trains_nothing(secrets: Path) -> None:
+    config, service = config_of("sampler", secrets), SERVERS["sampler"]
+    assert config.samples_only and config.sampler == "vllm" and service["profiles"] == ["gpu"]
+    target, dockerfile = service["build"]["target"], (DEPLOY / "Dockerfile").read_text()
+    stage = dockerfile.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
+    assert config.vllm_python is not None
+    assert f"{config.vllm_python.parent}/pip install" in stage and 'VLLM="vllm==' in stage
+    assert all(requirement in stage for requirement in tools.VLLM_EXTRAS)
+    assert dockerfile.rstrip().endswith("FROM server"), "what is built without a target"
 
 
 def test_health_checks_are_programs_and_ask_for_what_there_is() -> None:

@@ -6,39 +6,31 @@ Methods return an `APIFuture`; the `_async` names are coroutines that give the v
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlencode
 
-from tinkex import settings
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.client._calls import validate
 from tinkex.client._calls.handshake import ready
 from tinkex.client._http.transport import HTTPResponse
+from tinkex.client._runtime.account_client import AccountClient
 from tinkex.client._runtime.base_client import BaseClient
 from tinkex.client._runtime.operation import Operation
-from tinkex.client._runtime.session import Session
 from tinkex.client.future import APIFuture
+from tinkex.client.run_records import RunRecords
 from tinkex.errors import APIResponseValidationError, RequestFailedError, ValidationError
 from tinkex.types import (
-    AuditLogResponse,
-    BillingUsageResponse,
     CheckpointArchiveUrlResponse,
     CheckpointsListResponse,
     CopyWeightsRequest,
-    CurrentCheckpointStorageUsageResponse,
     ExternalWeightsUrlsResponse,
     FailedOperationsResponse,
     GetSamplerResponse,
     GetSessionResponse,
     ListSessionsResponse,
     ParsedCheckpointTinkerPath,
-    RunStepsResponse,
     ServiceState,
     SessionSearchRequest,
     SessionSearchResponse,
-    TrainingRun,
-    TrainingRunsResponse,
     WeightsInfoResponse,
     WhoamiResponse,
 )
@@ -50,115 +42,8 @@ ARCHIVE_VALID = dt.timedelta(minutes=15)
 TRACE_POLL_S = 5.0
 
 
-class _Account(BaseClient):
-    """What both clients have: programs from before there was an AdminClient call it on the RestClient.
-
-    They reach their service through a session, or by settings alone.
-    """
-
-    def __init__(
-        self,
-        _session: Session | None = None,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
-        config: settings.Config | None = None,
-    ) -> None:
-        super().__init__(_session or Session(config or settings.resolve(base_url=base_url, api_key=api_key)))
-
-    def _call(
-        self, method: str, endpoint: Endpoint, query: Mapping[str, Any] | None = None, body: Any = None, **parts: str
-    ) -> APIFuture[Any]:
-        base_path = endpoint.url(**parts)
-
-        def path(dialect: Dialect) -> str:
-            fields = {name: value for name, value in (query or {}).items() if value is not None}
-            if dialect is Dialect.JSON and fields.get("access_scope") == "owned":
-                del fields["access_scope"]  # unknown to services of that age, which know of no other
-            return base_path + (f"?{urlencode(fields)}" if fields else "")
-
-        headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
-        return self._ask(endpoint, body, path=path, headers=headers)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (type(self), *self._pickled())
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._session.config.base_url}>"
-
-    def get_audit_log(self, event_type: str = "all", day: dt.date | None = None) -> APIFuture[AuditLogResponse]:
-        query = {"event_type": event_type, "day": day.isoformat() if day else None}
-        return self._call("get_audit_log", endpoints.AUDIT_LOG, query)
-
-    async def get_audit_log_async(self, event_type: str = "all", day: dt.date | None = None) -> AuditLogResponse:
-        return await self.get_audit_log(event_type, day)
-
-    def get_billing_usage(
-        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> APIFuture[BillingUsageResponse]:
-        query = {"starting_on": _iso(starting_on), "ending_before": _iso(ending_before)}
-        return self._call("get_billing_usage", endpoints.BILLING_USAGE, query)
-
-    async def get_billing_usage_async(
-        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> BillingUsageResponse:
-        return await self.get_billing_usage(starting_on, ending_before)
-
-    def get_current_checkpoint_storage_usage(
-        self, project_id: str | None = None
-    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
-        query = {"project_id": project_id}
-        return self._call("get_current_checkpoint_storage_usage", endpoints.CHECKPOINT_STORAGE_USAGE, query)
-
-    async def get_current_checkpoint_storage_usage_async(
-        self, project_id: str | None = None
-    ) -> CurrentCheckpointStorageUsageResponse:
-        return await self.get_current_checkpoint_storage_usage(project_id)
-
-
-class RestClient(_Account):
+class RestClient(RunRecords):
     """Reads and changes what is stored on the service. Starts no training and no sampling."""
-
-    # -- runs -------------------------------------------------------------------------------------------------------
-
-    def list_training_runs(
-        self, limit: int = 20, offset: int = 0, access_scope: str = "owned", project_id: str | None = None
-    ) -> APIFuture[TrainingRunsResponse]:
-        """List your runs, the latest first, a page at a time."""
-        query = {"limit": limit, "offset": offset, "access_scope": access_scope, "project_id": project_id}
-        return self._call("list_training_runs", endpoints.LIST_TRAINING_RUNS, query)
-
-    async def list_training_runs_async(
-        self, limit: int = 20, offset: int = 0, access_scope: str = "owned", project_id: str | None = None
-    ) -> TrainingRunsResponse:
-        return await self.list_training_runs(limit, offset, access_scope, project_id)
-
-    def get_training_run(self, training_run_id: str, access_scope: str = "owned") -> APIFuture[TrainingRun]:
-        query = {"access_scope": access_scope}
-        return self._call("get_training_run", endpoints.GET_TRAINING_RUN, query, run_id=training_run_id)
-
-    async def get_training_run_async(self, training_run_id: str, access_scope: str = "owned") -> TrainingRun:
-        return await self.get_training_run(training_run_id, access_scope)
-
-    def get_training_run_by_tinker_path(self, tinker_path: str, access_scope: str = "owned") -> APIFuture[TrainingRun]:
-        return self.get_training_run(_parsed(tinker_path).training_run_id, access_scope)
-
-    async def get_training_run_by_tinker_path_async(self, tinker_path: str, access_scope: str = "owned") -> TrainingRun:
-        return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
-
-    def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
-        """Return base model, rank and trained parts of a saved checkpoint."""
-        _parsed(tinker_path)
-        body = requests.weights_info(tinker_path)
-        return self._call("get_weights_info_by_tinker_path", endpoints.WEIGHTS_INFO, body=body)
-
-    def get_run_steps(self, training_run_id: str, after_seq_id: int = -1) -> APIFuture[RunStepsResponse]:
-        """Return a run's optimizer steps with loss, learning rate and tokens, oldest first. Only our service has it."""
-        query = {"after_seq_id": after_seq_id}
-        return self._call("get_run_steps", endpoints.RUN_STEPS, query, run_id=training_run_id)
-
-    async def get_run_steps_async(self, training_run_id: str, after_seq_id: int = -1) -> RunStepsResponse:
-        return await self.get_run_steps(training_run_id, after_seq_id)
 
     # -- the service ------------------------------------------------------------------------------------------------
 
@@ -178,6 +63,12 @@ class RestClient(_Account):
         return await self.list_failed_operations(limit, offset)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
+        """Return base model, rank and trained parts of a saved checkpoint."""
+        _parsed(tinker_path)
+        body = requests.weights_info(tinker_path)
+        return self._call("get_weights_info_by_tinker_path", endpoints.WEIGHTS_INFO, body=body)
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
         return self._call("list_checkpoints", endpoints.LIST_CHECKPOINTS, run_id=training_run_id)
@@ -387,7 +278,7 @@ class RestClient(_Account):
         )
 
 
-class AdminClient(_Account):
+class AdminClient(AccountClient):
     """The audit log and the bill of an organisation."""
 
 
@@ -428,16 +319,8 @@ def copy_weights(
     return session.run("copy_weights", work)
 
 
-def _unpickle(kind: type[_Account], address: dict[str, Any], session_id: str | None) -> _Account:
-    return kind(BaseClient._session_from(address, None))
-
-
 def _parsed(tinker_path: str) -> ParsedCheckpointTinkerPath:
     return ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-
-
-def _iso(moment: dt.datetime | str) -> str:
-    return moment if isinstance(moment, str) else moment.isoformat().replace("+00:00", "Z")
 
 
 def _expires(text: str | None, now: dt.datetime) -> dt.datetime:

@@ -18,6 +18,7 @@ from tinkex.client.future import APIFuture
 from tinkex.client.sampling import SamplingClient, create_sampling_client, learn_context_lengths
 from tinkex.client.training import TrainingClient
 from tinkex.errors import APIResponseValidationError, NotFoundError, ValidationError
+from tinkex.rules.run_names import with_name
 from tinkex.types import (
     GetInfoRequest,
     GetInfoResponse,
@@ -79,15 +80,21 @@ class ServiceClient(BaseClient):
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        name: str | None = None,
+        tags: list[str] | None = None,
     ) -> TrainingClient:
         """Create a new LoRA adapter on a base model.
+
+        `name` and `tags` are an extension: they travel in `user_metadata`, so every service takes them. On ours, the
+        run is found by its name: in every command, in the console, as `model` of the OpenAI-compatible interface.
 
         >>> training = service.create_lora_training_client("Qwen/Qwen3-8B", rank=16)
         >>> training.get_info().lora_rank
         16
         """
         lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
-        return self._create(base_model, lora, user_metadata, optimizer).result()
+        return self._create(base_model, lora, with_name(user_metadata, name, tags), optimizer).result()
 
     async def create_lora_training_client_async(
         self,
@@ -99,9 +106,12 @@ class ServiceClient(BaseClient):
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        name: str | None = None,
+        tags: list[str] | None = None,
     ) -> TrainingClient:
         lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
-        return await self._create(base_model, lora, user_metadata, optimizer)
+        return await self._create(base_model, lora, with_name(user_metadata, name, tags), optimizer)
 
     def create_training_client_from_state(
         self,

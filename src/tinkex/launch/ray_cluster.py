@@ -31,7 +31,7 @@ LOOK_S = 0.5
 STATE_S = 10.0
 """How long an actor that is to be stopped may take to say where it is. One that has no room yet never does."""
 _SHAPE = re.compile(r"(\d+)x(CPU|GPU):(\d+)", re.IGNORECASE)
-_NAME = re.compile(r"(train|front)-(\d+)")
+_NAME = re.compile(r"(train|sample|front)-(\d+)")
 Report = Callable[[str], None]
 
 
@@ -60,24 +60,39 @@ def read_shape(text: str) -> Shape:
 
 
 def scale(
-    address: str, config: ServeConfig, train: Shape, fronts: int, *, wait_s: float, report: Report
+    address: str, config: ServeConfig, train: Shape, sample: Shape, fronts: int, *, wait_s: float, report: Report
 ) -> list[ServerState]:
     """Have as many nodes and fronts as asked for: start those that are missing, drain and stop those beyond.
 
+    Nodes of `sample` only sample.
     Return what each is doing once all are ready, or after at most so many seconds.
     """
     check_postgres(config, "`tinkex cluster up`")
-    names = [f"train-{number}" for number in range(train.count)] + [f"front-{number}" for number in range(fronts)]
+    counts = {"train": train.count, "sample": sample.count, "front": fronts}
+    names = [f"{kind}-{number}" for kind, count in counts.items() for number in range(count)]
     with _connected(address, report) as ray, _store(config) as store:
         config = _shared_settings(ray, config, store)
+        orders = {
+            "train": (of_training_node(config, has_samplers=sample.count > 0), train),
+            "sample": (replace(config, samples_only=True), sample),
+            "front": (config, None),
+        }
         fleet = _Fleet(ray, report)
         busy = fleet.retire(store, sorted(fleet.names - set(names)), wait_s)
         for name in names:
             if name not in fleet.names:
-                fleet.launch(name, config, None if name.startswith("front") else train)
+                fleet.launch(name, *orders[name.partition("-")[0]])
         states = fleet.wait_until_ready(names, wait_s)
         _let_take_runs(store, states)
     return [*states, *(ServerState(name=name, failure="it still has runs, and drains") for name in busy)]
+
+
+def of_training_node(config: ServeConfig, *, has_samplers: bool) -> ServeConfig:
+    """Return the settings of a node that trains. Where others sample with vLLM, it samples with its own engine, in case
+    there is none of them, and saves what they compare."""
+    if not has_samplers or config.sampler == "own":
+        return config
+    return replace(config, sampler="own", proofs=True)
 
 
 def stop(address: str, config: ServeConfig, *, wait_s: float, report: Report) -> list[str]:
@@ -231,7 +246,7 @@ class _Fleet:
             name for name, node_id in draining.items() if wait_until_empty(store, node_id, max(end - REAL.now(), 0.0))
         ]
         stopped = [name for name in names if name not in busy]
-        for group in ("train", "front"):
+        for group in ("train", "sample", "front"):
             self._stop({name: handles[name] for name in stopped if name.startswith(group)}, urls)
         return busy
 

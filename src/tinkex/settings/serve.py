@@ -87,6 +87,7 @@ class ServeConfig:
     drain_s: float = 30.0
     node_url: str | None = None
     no_engine: bool = False
+    samples_only: bool = False
     cluster_secret: str | None = field(default=None, repr=False)
     cluster_secret_file: Path | None = None
     node_lease_s: float = 15.0
@@ -188,6 +189,8 @@ def bucket_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]
 
 def check_cluster(config: ServeConfig) -> None:
     """Raise unless a server that shares its store with others has what that needs, or is alone and set up so."""
+    if config.samples_only and config.node_url is None:
+        raise ConfigError("--samples-only is for a node beside others that train: set --node-url too, or leave it out.")
     if not config.is_clustered:
         if config.node_cert or config.node_key or config.cluster_ca:
             raise ConfigError(
@@ -469,6 +472,8 @@ SERVE = (
             "Needs PostgreSQL and a cluster secret.", "URL"),
     Setting("no_engine", yes_or_no, "Compute nothing: check keys and limits, and hand requests to the nodes of the "
             "cluster.", "BOOL", is_switch=True),
+    Setting("samples_only", yes_or_no, "Take no training runs: samples go to such nodes while there are some. For a "
+            "node of a cluster; others that train need `--proofs` if it has `--sampler vllm`.", "BOOL", is_switch=True),
     Setting(
         "cluster_secret", optional(_secret),
         "The secret that the servers of a cluster share, 32 characters or more. It has no flag: use the environment, "

@@ -7,7 +7,7 @@ Others import:
     records            the rows as frozen dataclasses
     errors             DiskFull, Duplicate, HomeLost, LeaseLost, Unavailable
     disk               files that reach the disk, and what a full disk says
-    keys               new API keys and their hashes
+    access             new API keys and their hashes
     lock.FileLock      one server per data folder
     lease.Lease        one server per database
     backup.back_up     a copy of all data while the service runs

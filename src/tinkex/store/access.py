@@ -1,7 +1,12 @@
-"""The store of API keys, of the audit log, and of responses that are remembered under idempotency keys."""
+"""The store of API keys, of the audit log, and of responses that are remembered under idempotency keys.
+
+Only hashes of keys are stored.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Collection
 from typing import Any
 
@@ -11,6 +16,9 @@ from tinkex.errors import ValidationError
 from tinkex.store.database import Database, as_record, bounded, values_of
 from tinkex.store.records import AuditEntry, KeyRecord
 from tinkex.store.tables import audit, keys, remembered_responses
+
+PREFIX = "tml-"
+"""Official clients reject a key without this prefix."""
 
 
 class AccessStore(Database):
@@ -81,3 +89,20 @@ class AccessStore(Database):
 def _remembered(tenant: str, key: str) -> Select[Any]:
     table = remembered_responses
     return select(table.c.answer).where(table.c.tenant == tenant, table.c.key == key)
+
+
+def new_key() -> str:
+    """Return a new key of 256 random bits that is safe in a URL and in a shell."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_key(key: str) -> str:
+    """Return the hash that is stored. Not a slow one: our keys cannot be guessed, and every request computes it."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def hint(key: str) -> str:
+    """Return how a key begins and ends, so that a person recognizes it. Of a short key almost nothing is shown."""
+    if len(key) >= 24:
+        return f"{key[:8]}…{key[-4:]}"
+    return f"{PREFIX}…" if key.startswith(PREFIX) else "…"

@@ -56,6 +56,11 @@ class CheckpointStore(Database):
         newest = select(*(rows.c[column.name] for column in checkpoints.columns)).where(rows.c.rank_by_age == 1)
         return self._all(CheckpointRecord, newest)
 
+    def newest_sampler_weights(self, tenant: str, now: float) -> CheckpointRecord | None:
+        """Return what a tenant saved for sampling last."""
+        own = (checkpoints.c.tenant == tenant, checkpoints.c.kind == "sampler_weights", _is_live(now))
+        return self._first(CheckpointRecord, select(checkpoints).where(*own).order_by(*_NEWEST_FIRST).limit(1))
+
     def delete_checkpoint(
         self, path: str, *, expired_by: float | None = None, entry: AuditEntry | None = None
     ) -> CheckpointRecord | None:

@@ -239,11 +239,16 @@ def _sqlite(address: URL, durability: Durability) -> Engine:
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None  # `_transaction` sends BEGIN; sqlite3 itself would not send it before DDL.
+        connection.create_function("lower", 1, _lower, deterministic=True)  # its own knows ASCII alone
         _use_wal(connection)
         connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
         connection.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
 
     return engine
+
+
+def _lower(text: str | None) -> str | None:
+    return None if text is None else text.lower()
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

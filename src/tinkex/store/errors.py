@@ -86,6 +86,13 @@ class HomeLost(TinkexError):
         super().__init__(f"Another server works on {run_id} now. Send the request again.")
 
 
+class RunDeleted(TinkexError):
+    """The run was deleted. Nothing of the write is stored."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"training run {run_id!r} is not known: it was deleted.")
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """Raise driver errors as ours, except those that are neither a full disk nor a lost database: they are bugs."""

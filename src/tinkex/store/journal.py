@@ -1,19 +1,19 @@
-"""The journal: runs and their operations, from which a run can be rebuilt."""
+"""The journal: runs and their operations, from which a run can be rebuilt. Lists of runs are in `run_records`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, or_, select, update
 
 from tinkex.errors import ValidationError
 from tinkex.store.checkpoints import put_checkpoint
 from tinkex.store.database import MAX_INTEGER, Database, as_record, bounded, values_of
-from tinkex.store.errors import Duplicate, HomeLost, translated
+from tinkex.store.errors import Duplicate, HomeLost, RunDeleted, translated
 from tinkex.store.payloads import StoredPayload
 from tinkex.store.records import CheckpointRecord, Home, OperationRecord, RunRecord, SamplerRecord
-from tinkex.store.tables import homes, operations, payloads, remembered_responses, runs, samplers, sessions
+from tinkex.store.tables import homes, operations, payloads, remembered_responses, runs, samplers
 
 PayloadPart = Literal["command", "result"]
 
@@ -24,6 +24,28 @@ _GET_PAYLOAD = select(payloads.c.content, payloads.c.file).where(
     payloads.c.request_id == bindparam("id"), payloads.c.part == bindparam("part_name")
 )
 _MARK_REQUEST = update(runs).where(runs.c.id == bindparam("run")).values(last_request_at=bindparam("at"))
+_PASSES_OF_STEP = select(operations).where(
+    operations.c.run_id == bindparam("run"),
+    operations.c.seq_id <= bindparam("last"),
+    operations.c.seq_id > bindparam("before"),
+    operations.c.state == "done",
+)
+_STEP_BEFORE = (
+    select(operations.c.seq_id)
+    .where(
+        operations.c.run_id == bindparam("run"),
+        operations.c.seq_id < bindparam("last"),
+        operations.c.kind == "optim_step",
+        operations.c.state == "done",
+    )
+    .order_by(operations.c.seq_id.desc())
+    .limit(1)
+)
+_COUNT_STEP = (
+    update(runs)
+    .where(runs.c.id == bindparam("run"))
+    .values(steps=runs.c.steps + 1, loss=func.coalesce(bindparam("new_loss", type_=runs.c.loss.type), runs.c.loss))
+)
 _ENDING = ("state", "finished_at", "result_type", "error", "category", "engine_s", "metrics")
 """The columns that the end of an operation sets."""
 _FINISH = (
@@ -47,6 +69,14 @@ _HAS_FAILED = operations.c.state.in_(
 _WAITS = operations.c.state == bindparam("waiting_state", "queued", literal_execute=True)
 MOST_RECENT = 1000
 """Operations of a run that are read when it is used again. A retry of an older one is found in the journal itself."""
+
+
+class EndedStep(NamedTuple):
+    """An optim_step that is done: its run counts it, with the loss that `loss_of` makes of the step's operations."""
+
+    run_id: str
+    seq_id: int
+    loss_of: Callable[[Iterable[OperationRecord]], float | None]
 
 
 class Journal(Database):
@@ -77,19 +107,6 @@ class Journal(Database):
 
     def get_run(self, run_id: str) -> RunRecord | None:
         return self._first(RunRecord, select(runs).where(runs.c.id == run_id))
-
-    def list_runs(
-        self, tenant: str, offset: int, limit: int, project_id: str | None = None
-    ) -> tuple[list[RunRecord], int]:
-        """Return a page of a tenant's runs, newest first, and how many there are in all.
-
-        With `project_id`, only those whose session was assigned to that project.
-        """
-        query = select(runs).where(runs.c.tenant == tenant).order_by(runs.c.created_at.desc(), runs.c.id.desc())
-        if project_id is not None:
-            of_project = select(sessions.c.id).where(sessions.c.project_id == project_id)
-            query = query.where(runs.c.session_id.in_(of_project))
-        return self._page(RunRecord, query, offset, limit)
 
     def count_open_runs(self, tenant: str, since: float) -> int:
         """Return how many runs of a tenant were used since then and are not unloaded."""
@@ -137,16 +154,16 @@ class Journal(Database):
         """
         with self._write_with_payload(command) as (connection, payload):
             self._check_home(connection, operation.run_id, home)
+            _mark_request(connection, operation)
             replaced_files = self._insert_operation(connection, operation, payload)
-            connection.execute(_MARK_REQUEST, {"run": operation.run_id, "at": operation.created_at})
         self._payloads.remove(replaced_files)
 
     def add_rejected(self, operation: OperationRecord, forgotten: Sequence[str], home: Home | None = None) -> None:
         """Add an operation that was rejected, and delete older ones of these request ids."""
         with self._write() as connection:
             self._check_home(connection, operation.run_id, home)
+            _mark_request(connection, operation)
             replaced_files = self._insert_operation(connection, operation, None)
-            connection.execute(_MARK_REQUEST, {"run": operation.run_id, "at": operation.created_at})
             if forgotten:
                 is_forgotten = (operations.c.request_id.in_(forgotten), operations.c.state == "refused")
                 connection.execute(delete(operations).where(*is_forgotten))
@@ -245,6 +262,7 @@ class Journal(Database):
         sampler: SamplerRecord | None = None,
         engine_s: float | None = None,
         metrics: dict[str, float] | None = None,
+        step: EndedStep | None = None,
         home: Home | None = None,
     ) -> CheckpointRecord | None:
         """Mark an operation as done and store what it produced, in one transaction.
@@ -264,6 +282,8 @@ class Journal(Database):
                 metrics=metrics,
             )
             _insert_payload(connection, request_id, "result", at, payload)
+            if step is not None:
+                _count_step(connection, step)
             if sampler is not None and not connection.execute(self._insert_new(samplers), values_of(sampler)).rowcount:
                 raise ValidationError(f"The sampler {sampler.id} exists already. Use another sampling_session_seq_id.")
             return None if checkpoint is None else put_checkpoint(connection, checkpoint)
@@ -347,6 +367,12 @@ class Journal(Database):
         return replaced_files
 
 
+def _mark_request(connection: Connection, operation: OperationRecord) -> None:
+    """Note when a run was used last. Raises RunDeleted: of a request from before that, nothing may stay."""
+    if not connection.execute(_MARK_REQUEST, {"run": operation.run_id, "at": operation.created_at}).rowcount:
+        raise RunDeleted(operation.run_id)
+
+
 def existing_operation(connection: Connection, operation: OperationRecord) -> OperationRecord:
     """Return the stored operation that has the sequence number, or else the request id, of this one."""
     by_number = select(operations).where(
@@ -356,6 +382,14 @@ def existing_operation(connection: Connection, operation: OperationRecord) -> Op
     if row is None:
         row = connection.execute(_GET_OPERATION, {"id": operation.request_id}).one()
     return as_record(OperationRecord, row)
+
+
+def _count_step(connection: Connection, step: EndedStep) -> None:
+    place = {"run": step.run_id, "last": step.seq_id}
+    before = connection.scalar(_STEP_BEFORE, place)
+    rows = connection.execute(_PASSES_OF_STEP, {**place, "before": -1 if before is None else before})
+    parts = sorted((as_record(OperationRecord, row) for row in rows), key=lambda row: row.seq_id)
+    connection.execute(_COUNT_STEP, {"run": step.run_id, "new_loss": step.loss_of(parts)})
 
 
 def _delete_operation(connection: Connection, request_id: str) -> list[str | None]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, MetaData, case, inspect, select, text, update
+from sqlalchemy import Connection, MetaData, case, func, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from tinkex.errors import ConfigError
-from tinkex.store.tables import metadata, operations, schema_version
+from tinkex.rules.metrics import step_loss
+from tinkex.rules.run_names import name_in, printable_name, tags_in
+from tinkex.store.tables import metadata, operations, runs, schema_version, sessions
 
 logger = logging.getLogger("tinkex.store")
 
@@ -58,7 +60,37 @@ def separate_tokens_from_cost(connection: Connection) -> None:
     connection.execute(update(operations).where(cost > 0).values(tokens=tokens))
 
 
-MIGRATIONS: tuple[Migration, ...] = (add_missing, add_missing, separate_tokens_from_cost, *4 * (add_missing,))
+def name_runs(connection: Connection) -> None:
+    """Add name, tags, steps and loss of runs, and fill them in from what older releases stored."""
+    add_missing(connection)
+    done = (operations.c.run_id == runs.c.id, operations.c.kind == "optim_step", operations.c.state == "done")
+    steps = select(func.count()).select_from(operations).where(*done).scalar_subquery()
+    connection.execute(update(runs).values(steps=steps))
+    columns = (runs.c.id, runs.c.user_metadata, sessions.c.display_name)
+    rows = connection.execute(select(*columns).join(sessions, sessions.c.id == runs.c.session_id, isouter=True)).all()
+    for row in rows:
+        name = name_in(row.user_metadata) or printable_name(row.display_name)
+        values = {"name": name, "tags": tags_in(row.user_metadata), "loss": _last_loss(connection, row.id)}
+        connection.execute(update(runs).where(runs.c.id == row.id).values(values))
+
+
+def _last_loss(connection: Connection, run_id: str) -> float | None:
+    """Return the loss of a run's last step, from the metrics of its passes."""
+    of_run = (operations.c.run_id == run_id, operations.c.state == "done")
+    numbers = select(operations.c.seq_id).where(*of_run, operations.c.kind == "optim_step")
+    last, before = (*connection.scalars(numbers.order_by(operations.c.seq_id.desc()).limit(2)), -1, -1)[:2]
+    passes = (operations.c.kind == "forward_backward", operations.c.seq_id > before, operations.c.seq_id < last)
+    found = connection.scalars(select(operations.c.metrics).where(*of_run, *passes).order_by(operations.c.seq_id))
+    return step_loss(metrics or {} for metrics in found)
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    add_missing,
+    add_missing,
+    separate_tokens_from_cost,
+    *4 * (add_missing,),
+    name_runs,
+)
 """Migration n is at index n - 1. One that only adds is `add_missing` again; one that also fills in values calls it."""
 
 

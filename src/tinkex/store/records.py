@@ -58,6 +58,13 @@ class RunRecord:
     snapshot: str | None = None
     """Folder of the last snapshot, which includes the operations up to and including `snapshot_seq`."""
     snapshot_seq: int = -1
+    name: str | None = None
+    tags: list[str] = field(default_factory=list)
+    archived_at: float | None = None
+    steps: int = 0
+    """Optimizer steps that are done. With `loss` it is kept up to date, so that lists need not read the journal."""
+    loss: float | None = None
+    """Of the last step that has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,13 @@ from tinkex.store.blobs.data_folder import DataFolder
 from tinkex.store.checkpoints import CheckpointStore, put_checkpoint
 from tinkex.store.database import Durability, connect, connect_alone, sqlite_connection, values_of
 from tinkex.store.errors import DatabaseAway, DiskFull, Duplicate, Unavailable
-from tinkex.store.journal import Journal, existing_operation
+from tinkex.store.journal import existing_operation
 from tinkex.store.lease import Lease, check_not_served, lease_for
 from tinkex.store.long_runs import LongRunStore
 from tinkex.store.migrations import migrate
 from tinkex.store.payloads import Payloads, StoredPayload
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
+from tinkex.store.run_records import RunStore
 from tinkex.store.sessions import SessionStore, insert_session
 from tinkex.store.tables import payloads, remembered_responses, runs, secrets
 
@@ -41,7 +42,7 @@ class Freed(NamedTuple):
 logger = logging.getLogger("tinkex.store")
 
 
-class Store(SessionStore, Journal, LongRunStore, CheckpointStore, AccessStore):
+class Store(SessionStore, RunStore, LongRunStore, CheckpointStore, AccessStore):
     folders: DataFolder
     """Checkpoints, samplers' weights and snapshots. Unlike rows, any thread may use it."""
 

@@ -38,6 +38,13 @@ from tinkex.store.records import (
 metadata = MetaData()
 
 
+def safe_text(text: str) -> str:
+    """Return a text as the databases can store it (`SafeText`)."""
+    if text.isascii() and "\0" not in text:
+        return text
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
 class SafeText(TypeDecorator[str]):
     """Text that may come from a client. PostgreSQL cannot store a zero character, and neither database half a surrogate
     pair: without the replacement, a lookup of such a text would fail instead of finding nothing."""
@@ -46,9 +53,7 @@ class SafeText(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        if value is None or (value.isascii() and "\0" not in value):
-            return value
-        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+        return None if value is None else safe_text(value)
 
 
 class Json(TypeDecorator[Any]):
@@ -155,8 +160,17 @@ Index("sessions_by_tenant", sessions.c.tenant, sessions.c.created_at, sessions.c
 _partial_index("sessions_unfinished", sessions.c.seen_at, where=sessions.c.finished.is_(None))
 _partial_index("sessions_open", sessions.c.tenant, sessions.c.seen_at, where=sessions.c.finished.is_(None))
 
-runs = _table("runs", RunRecord, session_id={"index": True}, seed={"type_": WideInteger})
+runs = _table(
+    "runs",
+    RunRecord,
+    session_id={"index": True},
+    seed={"type_": WideInteger},
+    tags={"server_default": "[]"},  # this, and the four columns around it: `migrations.name_runs` added them
+    steps={"server_default": "0"},
+)
 Index("runs_by_tenant", runs.c.tenant, runs.c.created_at, runs.c.id)
+Index("runs_by_archive", runs.c.tenant, runs.c.archived_at, runs.c.created_at, runs.c.id)
+Index("runs_by_name", runs.c.tenant, runs.c.name, runs.c.created_at, runs.c.id)
 
 operations = _table(
     "operations",

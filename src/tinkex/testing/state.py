@@ -87,6 +87,9 @@ class Model:
     losses: list[float] = field(default_factory=list)
     """Of the passes since the last step."""
     steps: list[dict[str, Any]] = field(default_factory=list)
+    name: str | None = None
+    tags: list[str] = field(default_factory=list)
+    archived: dt.datetime | None = None
 
 
 @dataclass(slots=True)

@@ -31,10 +31,10 @@ _MODULES = {
         AuditLogEntry AuditLogResponse AuthTokenResponse BillingEventInfo BillingUsageEvent BillingUsageResponse
         BillingUsageSession CheckpointBillingEvent ClientConfigRequest ClientConfigResponse
         ClientDynamicConfigResponse CurrentCheckpointStorageUsageItem CurrentCheckpointStorageUsageResponse
-        GetBillingUsageRequest GetCurrentCheckpointStorageUsageRequest GetInfoRequest GetInfoResponse
+        DeletedTrainingRun GetBillingUsageRequest GetCurrentCheckpointStorageUsageRequest GetInfoRequest GetInfoResponse
         GetSamplerResponse GetServerCapabilitiesResponse HealthResponse ModelData SamplingPrefillBillingEvent
         SamplingSampleBillingEvent StorageBillingEvent SupportedModel TrainingBillingEvent TrainingRun
-        TrainingRunsResponse WhoamiResponse
+        TrainingRunsResponse UpdateTrainingRunRequest WhoamiResponse
     """,
     "futures": """
         FutureCompletion FutureFailed FutureFinished FutureRetrieveRequest FutureRetrieveResponse

@@ -69,6 +69,35 @@ class TrainingRun(Value):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, Any] | None = None
+    name: str | None = None
+    """This and what follows is said by services of our own (`run_records` of the client's configuration)."""
+    tags: list[str] = field(default_factory=list)
+    status: str | None = None
+    """running, idle, finished or failed."""
+    steps: int | None = None
+    """Optimizer steps that are done."""
+    loss: float | None = None
+    """Of the last step that has one."""
+    created_at: dt.datetime | None = None
+    archived_at: dt.datetime | None = None
+
+
+class UpdateTrainingRunRequest(Value):
+    """What to change of a run: only the fields that are given."""
+
+    name: str | None = None
+    tags: list[str] | None = None
+    archived: bool | None = None
+
+
+class DeletedTrainingRun(Value):
+    """What was deleted with a run."""
+
+    training_run_id: str
+    checkpoints: list[str] = field(default_factory=list)
+    """Their paths."""
+    samplers: int = 0
+    operations: int = 0
 
 
 class TrainingRunsResponse(Value):

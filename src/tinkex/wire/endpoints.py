@@ -1,4 +1,4 @@
-"""Every call of the API, one row each: what 0.4.1 and 0.36.0 use, and our service's own five. No I/O, no bodies."""
+"""Every call of the API, one row each: what 0.4.1 and 0.36.0 use, and our service's own. No I/O, no bodies."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ CANCEL_FUTURE = _row("POST", "cancel_future", _RETRIEVE)
 
 # Runs and checkpoints
 LIST_TRAINING_RUNS = _row("GET", "training_runs", _TRAIN, "TrainingRunsResponse", name="list_training_runs")
+FIND_TRAINING_RUN = _row("GET", "training_runs/find", _TRAIN, "TrainingRun", name="find_training_run")  # ours
 GET_TRAINING_RUN = _row("GET", _RUN, _TRAIN, "TrainingRun", name="get_training_run")
+UPDATE_TRAINING_RUN = _row("PATCH", _RUN, _TRAIN, "TrainingRun", name="update_training_run")  # ours
+DELETE_TRAINING_RUN = _row("DELETE", _RUN, _TRAIN, "DeletedTrainingRun", name="delete_training_run")  # ours
 LIST_CHECKPOINTS = _row("GET", f"{_RUN}/checkpoints", _TRAIN, "CheckpointsListResponse", name="list_checkpoints")
 LIST_USER_CHECKPOINTS = _row("GET", "checkpoints", _TRAIN, "CheckpointsListResponse", name="list_user_checkpoints")
 DELETE_CHECKPOINT = _row("DELETE", _CHECKPOINT, _TRAIN, name="delete_checkpoint")

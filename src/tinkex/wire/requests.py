@@ -291,6 +291,11 @@ def set_checkpoint_ttl(ttl_seconds: int | None) -> Body:
     return Body(encode({"ttl_seconds": ttl_seconds}))
 
 
+def update_run(changes: Mapping[str, Any]) -> Body:
+    """Only what is to be changed: name, tags, archived."""
+    return Body(encode(dict(changes)))
+
+
 def set_session_project(project_id: str) -> Body:
     return Body(encode({"project_id": project_id}))
 

@@ -110,6 +110,13 @@ def named(world: World, own_path: str) -> RouteCalls:
         "PUT /api/v1/sessions/{session_id}/project": [("PUT", f"sessions/{session}/project", {"project_id": "p"})],
         "GET /api/v1/sessions/{session_id}/trace_export": [("GET", f"sessions/{session}/trace_export", None)],
         "GET /api/v1/training_runs/{run_id}": [("GET", f"training_runs/{run}", None)],
+        "GET /api/v1/training_runs/find": [
+            ("GET", f"training_runs/find?run={text}", None) for text in (run, session, world.path(world.state))
+        ],
+        "PATCH /api/v1/training_runs/{run_id}": [("PATCH", f"training_runs/{run}", {"name": "mine now"})],
+        "DELETE /api/v1/training_runs/{run_id}": [
+            ("DELETE", f"training_runs/{run}{force}", None) for force in ("", "?force=true")
+        ],
         "GET /api/v1/training_runs/{run_id}/checkpoints": [("GET", f"training_runs/{run}/checkpoints", None)],
         "GET /api/v1/training_runs/{run_id}/steps": [("GET", f"training_runs/{run}/steps", None)],
         "GET /api/v1/samplers/{sampler_id}": [("GET", f"samplers/{sampler}", None)],

@@ -124,12 +124,15 @@ def test_without_a_name_the_only_model_is_used(run: Tinkex, speaker: Speaker, sa
         "tinkex: Name a model: tinkex chat MODEL. The service offers org/one, org/two; "
         "`latest` is your newest checkpoint.\n"
     )
-    assert "has no model 'three'. It offers org/one, org/two." in run("chat", "three").err
+    assert (
+        "has no model 'three', and you have no run with this id or name. It offers org/one, org/two;"
+        in run("chat", "three").err
+    )
 
 
 def test_latest_is_the_newest_checkpoint_for_sampling(run: Tinkex, service: ScriptedService, says: Any) -> None:
     says("Hi")
-    assert "There is no checkpoint to chat with" in run("chat", "latest").err
+    assert "There is no checkpoint to sample from" in run("chat", "latest").err
 
 
 def test_a_checkpoint_that_cannot_be_sampled_is_rejected_with_advice(run: Tinkex, saved: Saved, says: Any) -> None:

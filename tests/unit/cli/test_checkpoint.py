@@ -82,7 +82,11 @@ def test_list_can_be_limited_to_what_expires_soon(run: Tinkex, saved: Saved) -> 
 def test_a_limit_applies_and_the_rest_is_mentioned(run: Tinkex, service: ScriptedService, saved: Saved) -> None:
     ran = run("checkpoint", "list", "--limit", "1")
     assert len(ran.out.splitlines()) == 2
-    assert "--limit 0 shows all" in ran.err
+    assert ran.err == "Only the first 1 of 2 checkpoints are listed; --limit 0 lists all.\n"
+    as_json = run("checkpoint", "list", "--limit", "1", "-o", "json")
+    assert as_json.err == ran.err and as_json.json["total"] == 2, "programs were not told that the list was cut"
+    service.requests.clear()
+    run("checkpoint", "list", "--limit", "1")
     assert len(service.requests_to("list_user_checkpoints")) == 1
     assert run("checkpoint", "list", "--limit", "2").err == ""
 

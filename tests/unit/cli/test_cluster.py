@@ -27,9 +27,7 @@ def test_without_ray_the_command_says_what_to_install(run: Tinkex, monkeypatch: 
     assert "the-password" not in done.out + done.err
 
 
-def test_nodes_that_only_sample_are_refused_with_the_reason(run: Tinkex) -> None:
-    done = run("cluster", "up", "--train", "2xCPU:1", "--sample", "1xGPU:1")
-    assert done.code == 1 and "those of --train sample too" in done.err
+def test_a_number_of_fronts_below_none_is_refused(run: Tinkex) -> None:
     assert "--fronts must be 0 or more, not -1." in run("cluster", "up", "--train", "1xCPU:1", "--fronts", "-1").err
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.store.keys import hash_key
+from tinkex.store.access import hash_key
 from tinkex.store.store import Store
 
 from .conftest import Tinkex

@@ -110,3 +110,42 @@ def test_watch_shows_the_same_losses_as_the_loop(run: Tinkex, trained: Trained) 
     assert steps[0]["learning_rate"] == pytest.approx(1e-2)
     assert steps[0]["loss"] == pytest.approx(trained.losses[0] / 11)  # a sum there, a mean over 11 tokens here
     assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["seconds"] > 0
+
+
+def test_a_run_is_listed_with_its_steps_and_loss_and_found_by_whatever_names_it(
+    run: Tinkex, trained: Trained, ask: Callable[..., Any]
+) -> None:
+    """`run list` showed 44 characters of an id, and neither a name nor steps nor a loss."""
+    assert run("run", "rename", trained.run_id, "hello").code == 0
+    listed = run("run", "list", "hello", "-o", "json").json
+    assert listed["total"] == 1 and trained.losses[-1] is not None
+    found = listed["runs"][0]
+    assert (found["name"], found["steps"], found["status"]) == ("hello", STEPS, "running")
+    assert found["loss"] == pytest.approx(trained.losses[-1] / 11)
+    short = run("run", "list", "hello").out.splitlines()[1].split()[0]
+    for text in ("hello", "latest", short, trained.run_id[:8], trained.sampler):
+        assert run("run", "info", text, "-o", "json").json["training_run_id"] == trained.run_id
+    for text in ("hello", short):
+        assert ask("Hi", text, "--max-tokens", "2", "--seed", "1")["model"] == trained.sampler
+        assert run("sample", "-m", text, "--prompt-ids", "1,2", "--ids", "--max-tokens", "2").code == 0
+        assert run("checkpoint", "info", text, "-o", "json").json["tinker_path"] == trained.sampler
+
+
+def test_a_deleted_run_is_gone_with_its_weights_and_its_client_is_told(run: Tinkex, live: LiveServer) -> None:
+    """No command deleted a run: 56 that nobody wanted stayed."""
+    with tinkex.ServiceClient(base_url=live.url, telemetry=False, display_name="the session") as service:
+        training = service.create_lora_training_client("tinkex/tiny", rank=4)
+        named = service.create_lora_training_client("tinkex/tiny", rank=4, name="keep me", tags=["good", "sft"])
+        path = training.save_weights_for_sampler("final").result().path
+        found = run("run", "info", training.model_id, "-o", "json").json
+        assert (found["name"], found["tags"]) == ("the session", [])
+        refused = run("run", "delete", "the session", "-y")
+        assert refused.code == 1 and path in refused.err and "With --force" in refused.err
+        deleted = run("run", "delete", "the session", "-y", "--force")
+        assert deleted.out == f"Deleted {training.model_id} and 1 checkpoint.\n"
+        with pytest.raises(tinkex.NotFoundError, match="is not known"):
+            training.optim_step(tinkex.AdamParams(learning_rate=1e-2)).result()
+        assert run("run", "list", "--tag", "good", "-o", "json").json["runs"][0]["name"] == "keep me"
+        assert run("run", "list", "session", "-o", "json").json["total"] == 0
+        assert "is not known" in run("checkpoint", "info", path).err
+        named.optim_step(tinkex.AdamParams(learning_rate=1e-2)).result()

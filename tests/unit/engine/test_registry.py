@@ -420,3 +420,22 @@ class TestSmollm2:
         ours = load_file(f"{smollm2_info.folder}/model.safetensors")
         assert set(theirs) - set(ours) == {"lm_head.weight"}
         assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+
+
+def test_the_size_of_a_download_is_read_while_folders_come_and_go(tmp_path: Path) -> None:
+    """Seen once: the first use of the model failed with "No such file or directory", because pip deleted a folder."""
+    (tmp_path / "wheel").write_bytes(b"x" * 100)
+    is_over = threading.Event()
+
+    def work_as_pip_does() -> None:
+        while not is_over.is_set():
+            (tmp_path / "unpacked" / "by" / "pip").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "unpacked")
+
+    pip = threading.Thread(target=work_as_pip_does)
+    pip.start()
+    try:
+        assert {smollm2._size_bytes(tmp_path) for _ in range(2000)} == {100}
+    finally:
+        is_over.set()
+        pip.join()

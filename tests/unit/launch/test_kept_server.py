@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,5 +74,62 @@ def test_settings_that_cannot_be_made_are_a_failure_and_not_the_end(open_to_all:
     assert changes.acquire(timeout=60)
     assert changes.acquire(timeout=60)
     assert len(attempts) >= 2 and server.state.starts >= 1
+    server.request_stop()
+    server.wait_stopped()
+
+
+class Scripted(KeptServer):
+    """Its child runs a few lines instead of `tinkex serve`."""
+
+    def __init__(self, config: ServeConfig, program: str) -> None:
+        super().__init__("engine 1", lambda: config)
+        self._program = program
+
+    def _popen(self, folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", self._program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+
+READY = """print('{"url": "https://public.example", "needs_key": true}', flush=True); sys.stdin.read()"""
+
+
+@pytest.mark.parametrize(
+    ("node_url", "known_as"), [("http://10.0.0.7:81", "http://10.0.0.7:81"), (None, "https://public.example")]
+)
+def test_a_node_is_known_by_its_own_address_whatever_the_public_one_is(
+    node_url: str | None, known_as: str, open_to_all: ServeConfig
+) -> None:
+    """Before: with --public-url all nodes of a Ray cluster had that one, and `cluster down` found none to drain."""
+    config = replace(open_to_all, node_url=node_url, public_url="https://public.example")
+    server = Scripted(config, f"import sys; {READY}")
+    changes = changes_of(server)
+    server.start()
+    assert changes.acquire(timeout=30)
+    assert server.state.is_ready and server.state.url == known_as
+    server.request_stop()
+    server.wait_stopped()
+
+
+def test_a_server_whose_log_cannot_be_printed_goes_on(
+    open_to_all: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a full disk ended the thread that reads its log, and it waited for the pipe with its first 64 KB."""
+
+    class FullDisk(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    server = Scripted(open_to_all, f"import sys\nfor _ in range(4000): print('x' * 100, file=sys.stderr)\n{READY}")
+    changes = changes_of(server)
+    server.start()
+    assert changes.acquire(timeout=30), "it waits for somebody to read its log"
+    assert server.state.is_ready
     server.request_stop()
     server.wait_stopped()

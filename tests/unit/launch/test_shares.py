@@ -11,7 +11,7 @@ import pytest
 
 from tinkex.errors import ConfigError
 from tinkex.launch.engines import serve_engines
-from tinkex.launch.ray_cluster import Shape, read_shape
+from tinkex.launch.ray_cluster import Shape, of_training_node, read_shape
 from tinkex.launch.ray_node import NodeOrder
 from tinkex.launch.settings_of_nodes import free_port, front_settings, node_settings, own_secret
 from tinkex.launch.shares import Share, share_out, usable_gpus
@@ -141,6 +141,13 @@ def test_shapes_are_read_as_they_are_written() -> None:
     for wrong in ("2", "2xTPU:1", "2xCPU:0", "xCPU:1", "2xCPU:1.5", ""):
         with pytest.raises(ValueError, match="for example 2xCPU:4"):
             read_shape(wrong)
+
+
+def test_nodes_that_train_leave_vllm_to_nodes_that_only_sample_and_save_what_it_compares() -> None:
+    both = ServeConfig(sampler="vllm")
+    alone, beside = (of_training_node(both, has_samplers=has_samplers) for has_samplers in (False, True))
+    assert (alone.sampler, beside.sampler, beside.proofs) == ("vllm", "own", True)
+    assert of_training_node(ServeConfig(), has_samplers=True) == ServeConfig()
 
 
 def test_what_ray_may_show_of_an_order_has_no_secret() -> None:

@@ -18,8 +18,8 @@ from tinkex.server.http.access import CACHE_S, api_key_in, is_guarded, route_pat
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.http.rejected_keys import LINE_S
 from tinkex.server.upkeep.janitor import Janitor
+from tinkex.store.access import hash_key, hint, new_key
 from tinkex.store.errors import Unavailable
-from tinkex.store.keys import hash_key, hint, new_key
 from tinkex.store.records import KeyRecord
 
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"

@@ -28,6 +28,7 @@ from tinkex.server.sampling.sample_queue import SampleTarget
 from tinkex.server.service import Service
 from tinkex.settings import ServeConfig
 from tinkex.store.errors import DiskFull
+from tinkex.store.records import OperationRecord, RunRecord
 from tinkex.store.store import Store
 from tinkex.types.inputs import Datum, ModelInput
 
@@ -174,6 +175,47 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI, model: str) -> Non
         client.completions.create(model=model, prompt="ab")
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
+
+
+@pytest.fixture(scope="module")
+def named_runs(live: Live) -> None:
+    """The run of the two checkpoints, and one that saved nothing for sampling; both of Alice."""
+    tenant = live.loop.call(live.service.access.tenant(ALICE))
+    flags = {"rank": 8, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": True}
+    times = {"created_at": 1.0, "last_request_at": 1.0}
+    for run_id, name in ((RUN, "colours"), ("11111111-0000-4000-8000-000000000000:train:0", "training only")):
+        run = RunRecord(id=run_id, tenant=tenant, session_id="s", base_model=TINY, name=name, **flags, **times)
+        creation = OperationRecord(
+            request_id=f"create-{run_id}", run_id=run_id, tenant=tenant, seq_id=0, kind="create_model", digest=""
+        )
+        live.loop.call(live.service.db(live.store.add_run, run, creation, b""))
+    state = checkpoint(f"tinker://{run_id}/weights/state", tenant)
+    live.loop.call(live.service.db(live.store.add_checkpoint, state))
+
+
+@pytest.mark.usefixtures("named_runs")
+@pytest.mark.parametrize("model", ["colours", RUN, RUN[:8], "0000:0", "latest"])
+def test_a_run_stands_for_what_it_saved_for_sampling_last(client: openai.OpenAI, model: str) -> None:
+    """`model="latest"`, and the name or the id of a run, were 404."""
+    newest = max(RED, BLUE)  # saved in the same moment: then by name
+    got, same = (
+        client.completions.create(model=name, prompt="ab", max_tokens=10, temperature=0) for name in (model, newest)
+    )
+    assert got.choices[0].text == same.choices[0].text and got.model == model
+    assert client.models.retrieve(model).root == TINY
+
+
+@pytest.mark.usefixtures("named_runs")
+def test_a_model_that_is_not_found_says_what_there_is(address: str, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=rf"'gpt-4' is not known. Base models: {TINY}. Your newest .*{RED}"):
+        client.completions.create(model="gpt-4", prompt="ab")
+    with pytest.raises(openai.NotFoundError, match=r"training only has no weights for sampling. It has tinker://1111"):
+        client.completions.create(model="training only", prompt="ab")
+    with client_of(address, BOB) as bob:
+        for model in ("colours", RUN, "latest"):
+            with pytest.raises(openai.NotFoundError) as caught:
+                bob.completions.create(model=model, prompt="ab")
+            assert "tinker://" not in str(caught.value)
 
 
 def test_another_tenants_checkpoint_is_not_known(live: Live, address: str) -> None:

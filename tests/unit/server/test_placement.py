@@ -121,6 +121,14 @@ def test_a_sample_goes_to_a_draining_node_only_if_no_other_has_its_model() -> No
     assert node_for_sample([node("a")], "key", "tiny", without=("http://a",)) is None
 
 
+def test_samples_leave_nodes_that_train_to_their_training_while_others_only_sample() -> None:
+    training, sampling = [node("a"), node("b")], [node("c", kind="sample"), node("d", kind="sample", samples=500)]
+    assert set(keys_to_nodes(*training, *sampling)) == {"c"}, "d has far more to do"
+    starting = [replace(entry, facts=NodeFacts(is_ready=False)) for entry in sampling]
+    assert set(keys_to_nodes(*training, *starting)) == {"a", "b"}
+    assert set(keys_to_nodes(*training, node("c", kind="sample", models=("other",)))) == {"a", "b"}
+
+
 # ── Moving
 
 

@@ -16,10 +16,11 @@ import psycopg
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.faults import broken
 from tests.unit.store.conftest import Place, operation, run
 from tinkex.errors import ConfigError, ValidationError
-from tinkex.server.cluster.counters import ClusterCounters
 from tinkex.server.cluster.homes import Homes
+from tinkex.server.cluster.own_counters import ClusterCounters
 from tinkex.server.cluster.placement import node_for_run
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeFacts, NodeRecord
 from tinkex.store.errors import HomeLost, LeaseLost
@@ -160,6 +161,34 @@ def test_a_draining_node_gives_up_a_run_that_was_handed_to_it_and_nobody_asked_f
     assert forgotten == [RUN] and store.find_home(RUN) is None
 
 
+@pytest.mark.parametrize("way", ["release", "hand over"])
+def test_a_run_that_a_poll_finds_while_it_leaves_has_left(way: str, store: ClusterStore) -> None:
+    """Before: the poll took it back. Until a write was refused the node believed to have it, and drained for ever."""
+    home, forgotten = create(store), list[str]()
+
+    async def db(call: Callable[..., Any], *args: object) -> Any:
+        return call(*args)
+
+    async def forget(run_id: str) -> None:
+        forgotten.append(run_id)
+        if len(forgotten) == 1:
+            assert await homes.find(run_id) == "", "the database still says so"
+
+    async def leave() -> None:
+        await homes.look()
+        if way == "release":
+            await homes.release(home)
+        else:
+            assert await homes.hand_over(home, "b")
+        await asyncio.sleep(0)  # what was found again is forgotten in a task
+
+    node = cast(Any, SimpleNamespace(id="a", is_sure=True))
+    counters = ClusterCounters(CollectorRegistry(), "a")
+    homes = Homes(node, FakeClock(), store, db, counters, forget)  # type: ignore[arg-type]
+    asyncio.run(leave())
+    assert homes.held == [] and forgotten == [RUN, RUN]
+
+
 def test_a_run_stays_if_the_node_that_was_to_have_it_takes_no_more(store: ClusterStore, postgres_place: Place) -> None:
     create(store)
     for end in (lambda: store.set_draining("b", True), lambda: end_lease(postgres_place, "b")):
@@ -179,6 +208,9 @@ def test_a_run_stays_if_the_node_that_was_to_have_it_takes_no_more(store: Cluste
     store.join(node("c", models=("other",)), 60)
     with pytest.raises(ValidationError, match="serves other, and not tinkex/tiny"):
         store.ask_to_move(RUN, "c")
+    store.join(node("d", kind="sample"), 60)
+    with pytest.raises(ValidationError, match="only samples: it takes no runs"):
+        store.ask_to_move(RUN, "d")
 
 
 def test_a_run_whose_home_dies_on_the_way_goes_where_it_was_to_go(store: ClusterStore, postgres_place: Place) -> None:
@@ -348,6 +380,26 @@ def test_a_node_writes_about_a_run_that_is_at_home_there(write: str, store: Clus
     claimed(store, "s:train:9")  # so that the next one is for a again
     claimed(store, "s:train:1")
     WRITES[write](store, home)
+
+
+def test_what_a_proof_takes_away_of_a_cluster_is_gone_and_nothing_else(
+    store: ClusterStore, postgres_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: the patch of the renewal wrote what PostgreSQL refuses. No node renewed at all, which was noticed too."""
+    monkeypatch.setattr(broken, "_replace", monkeypatch.setattr)
+    home = create(store)
+    broken.take_away("renewal", "server")
+    end_lease(postgres_place, "a")
+    assert store.renew("a", 60, NodeFacts(operations=3)) is False
+    assert {entry.id: entry.load for entry in store.list_nodes()} == {"a": 3, "b": 0}
+    end_lease(postgres_place, "a")
+    assert claimed(store, RUN).home.node == "b"
+    with pytest.raises(HomeLost):
+        store.set_snapshot(RUN, "late", 0, home)
+    broken.take_away("fence", "server")
+    store.set_snapshot(RUN, "late", 0, home)
+    record = store.get_run(RUN)
+    assert record is not None and record.snapshot == "late"
 
 
 def test_an_old_epoch_of_the_same_node_writes_nothing(store: ClusterStore) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import string
 
-from tinkex.store.keys import hash_key, hint, new_key
+from tinkex.store.access import hash_key, hint, new_key
 
 
 def test_a_new_key_is_accepted_by_official_clients() -> None:

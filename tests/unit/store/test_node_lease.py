@@ -10,9 +10,10 @@ import pytest
 
 from tests.unit.store.conftest import Place
 from tinkex.clock import REAL
-from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.node_lease import Node
+from tinkex.server.cluster.placement import node_for_run
 from tinkex.settings import ServeConfig
-from tinkex.store.cluster.cluster_store import NodeFacts
+from tinkex.store.cluster.cluster_store import ClusterStore, NodeFacts
 
 REFUSE = """
 CREATE FUNCTION refuse() RETURNS trigger AS $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{}'; END $$ LANGUAGE plpgsql;
@@ -52,6 +53,27 @@ def test_a_node_whose_database_refuses_a_renewal_tries_again(code: str, postgres
         await asyncio.wait([keeping], timeout=1.2)
         assert node._sure_until > held_until and node.id == name, "renewed, and never given up"
         keeping.cancel()
+        await node.leave()
+
+    asyncio.run(run())
+
+
+def test_a_node_that_only_samples_says_so_when_it_joins(postgres_place: Place, tmp_path: Path) -> None:
+    config = ServeConfig(
+        data_dir=tmp_path,
+        database_url=postgres_place.url,
+        node_url="http://a",
+        cluster_secret="s" * 40,
+        samples_only=True,
+    )
+
+    async def run() -> None:
+        node = Node(config, REAL, ["tinkex/tiny"], NodeFacts)
+        await node.join()
+        with ClusterStore.open(postgres_place.url, tmp_path) as store:
+            [found] = store.list_nodes()
+            assert found.id == node.id and not found.trains
+            assert store.claim("s:train:0", "tinkex/tiny", node_for_run) is None, "no run is at home there"
         await node.leave()
 
     asyncio.run(run())

@@ -109,7 +109,7 @@ def test_runs_are_listed_newest_first_with_their_number(store: Store) -> None:
         store.add_run(run(name, created_at=float(number)), operation(0, name), b"")
     store.add_run(run("t:train:0", tenant="bob"), operation(0, "t:train:0"), b"")
     page, total = store.list_runs("ann", 1, 2)
-    assert [found.id for found in page] == ["s:train:3", "s:train:2"]
+    assert [found.run.id for found in page] == ["s:train:3", "s:train:2"]
     assert total == 5
     store.set_unloaded("s:train:3")
     found = store.get_run("s:train:3")

@@ -27,6 +27,7 @@ PUT training_runs/{run_id}/checkpoints/{checkpoint_id}/ttl · GET samplers/{samp
 GET sessions · GET sessions/{session_id} · PUT sessions/{session_id}/project
 GET sessions/{session_id}/trace_export · POST sessions/search · GET audit · GET billing/usage/events
 GET billing/usage/checkpoints/current · GET auth/apikey/me · DELETE auth/apikey/me
+GET training_runs/find · PATCH training_runs/{run_id} · DELETE training_runs/{run_id}
 POST sample_stream · GET tokenizers/{tokenizer}/{file} · GET training_runs/{run_id}/steps
 GET service_state · GET failed_operations
 """

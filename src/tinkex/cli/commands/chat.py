@@ -11,20 +11,21 @@ import tinkex
 from tinkex.cli.arguments import count, temperature
 from tinkex.cli.connect import announce_retries, config_for, rest_client
 from tinkex.cli.error_text import describe
+from tinkex.cli.named import weights_named
 from tinkex.cli.parser import CommandParser
 from tinkex.errors import APIStatusError, TinkexError, ValidationError
 from tinkex.terminal import output
-from tinkex.terminal.format import aware, clean
+from tinkex.terminal.format import clean
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LATEST = "latest"
 PROMPT = "> "
 MORE = """\
-MODEL is a base model of the service, a checkpoint (tinker://…/sampler_weights/…), or `latest` for
-the checkpoint you saved last with save_weights_for_sampler. Without MODEL, the base model is used,
-if the service has only one. The service applies the model's chat template.
+MODEL is a base model of the service, a checkpoint (tinker://…/sampler_weights/…), a run (its name,
+its id or the beginning of it: what it saved last with save_weights_for_sampler), or `latest` for
+what you saved last of all. Without MODEL, the base model is used, if the service has only one. The
+service applies the model's chat template.
 
 At the prompt, a line that begins with / is a command of the chat; /help lists them. Ctrl-C stops a
 reply, Ctrl-D ends the chat. With a message on stdin, one reply is printed and the command ends."""
@@ -45,7 +46,7 @@ def add(parser: CommandParser, about: str) -> None:
         "tinkex chat smollm2-135m --temperature 0 < question.txt", more=MORE,
     )  # fmt: skip
     command.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a base model, tinker://…/sampler_weights/…, or latest"
+        "model", nargs="?", metavar="MODEL", help="a base model, tinker://…/sampler_weights/…, a run, or latest"
     )
     command.add_argument("--system", metavar="TEXT", help="the system message")
     command.add_argument(
@@ -228,8 +229,6 @@ def run_slash_command(talk: Conversation, line: str) -> str | None:
 def choose(args: argparse.Namespace) -> tuple[str, str]:
     """Return the model to chat with, and a sentence about it."""
     name = args.model
-    if name == LATEST:
-        name = _newest_sampler(args)
     if name is not None and name.startswith("tinker://"):
         return name, f"Chatting with {clean(name)}{_base_of(args, name)}."
     from tinkex.cli.commands.models import offered
@@ -243,21 +242,10 @@ def choose(args: argparse.Namespace) -> tuple[str, str]:
             f"Name a model: tinkex chat MODEL. The service offers {listed}; `latest` is your newest checkpoint."
         )
     if name is not None and name not in names:
-        raise ValidationError(f"The service has no model {name!r}. It offers {listed}.")
+        name = weights_named(args, name, base_names)
+        return name, f"Chatting with {clean(name)}{_base_of(args, name)}."
     name = name or base_names[0]
     return name, f"Chatting with the base model {clean(name)}. `tinkex chat latest` uses your newest checkpoint."
-
-
-def _newest_sampler(args: argparse.Namespace) -> str:
-    from tinkex.cli.commands.checkpoint import list_pages
-
-    samplers = [saved for saved in list_pages(rest_client(args), None, 0) if saved.checkpoint_type == "sampler"]
-    if not samplers:
-        raise ValidationError(
-            "There is no checkpoint to chat with. training.save_weights_for_sampler(name) saves one; "
-            "`tinkex chat` without `latest` uses the base model."
-        )
-    return max(samplers, key=lambda saved: aware(saved.time)).tinker_path
 
 
 def _base_of(args: argparse.Namespace, path: str) -> str:

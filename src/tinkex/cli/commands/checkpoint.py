@@ -13,6 +13,7 @@ import tinkex
 from tinkex.cli.arguments import count, seconds, seconds_or_keep
 from tinkex.cli.connect import rest_client
 from tinkex.cli.error_text import describe
+from tinkex.cli.named import CHECKPOINT, RUN, checkpoint_named, run_named
 from tinkex.cli.parser import CommandParser
 from tinkex.errors import APIStatusError, TinkexError, ValidationError
 from tinkex.terminal import output
@@ -38,10 +39,11 @@ def add(parser: CommandParser, about: str) -> None:
         f"tinkex checkpoint download {PATH} -d adapters", more=ABOUT_KINDS,
     )  # fmt: skip
     command = group.add_command(
-        "list", list_checkpoints, "list saved weights", "tinkex checkpoint list --run-id RUN --limit 0",
-        "tinkex checkpoint list --expires-within 2d",
+        "list", list_checkpoints, "list saved weights", "tinkex checkpoint list my-run",
+        "tinkex checkpoint list --expires-within 2d --limit 0",
     )  # fmt: skip
-    command.add_argument("--run-id", metavar="RUN", help="only checkpoints of this run")
+    command.add_argument("run_name", nargs="?", metavar="RUN", help=f"only checkpoints of this run: {RUN}")
+    command.add_argument("--run-id", metavar="RUN", help="the same")
     command.add_argument("--limit", type=count, default=20, metavar="N", help="how many to show (default 20; 0: all)")
     command.add_argument(
         "--expires-within", type=seconds, metavar="TIME", help="only those that expire within: 3600, 12h, 2d"
@@ -52,12 +54,12 @@ def add(parser: CommandParser, about: str) -> None:
         ("unpublish", unpublish, "make a checkpoint private again"),
     ):
         command = group.add_command(name, run, about, f"tinkex checkpoint {name} {PATH}")
-        command.add_argument("path", metavar="PATH", help="tinker://…")
+        command.add_argument("path", metavar="PATH", help=CHECKPOINT)
     command = group.add_command(
         "set-ttl", set_ttl, "set when a checkpoint expires", f"tinkex checkpoint set-ttl {PATH} 7d",
         f"tinkex checkpoint set-ttl {PATH} keep",
     )  # fmt: skip
-    command.add_argument("path", metavar="PATH", help="tinker://…")
+    command.add_argument("path", metavar="PATH", help=CHECKPOINT)
     command.add_argument(
         "ttl", metavar="TIME|keep", type=seconds_or_keep, help="from now: 3600, 12h, 7d; keep: never expire"
     )
@@ -65,7 +67,7 @@ def add(parser: CommandParser, about: str) -> None:
         "delete", delete, "delete checkpoints permanently", f"tinkex checkpoint delete {PATH}",
         "tinkex checkpoint delete --run-id RUN -y",
     )  # fmt: skip
-    command.add_argument("paths", nargs="*", metavar="PATH", help="tinker://…")
+    command.add_argument("paths", nargs="*", metavar="PATH", help="tinker://…, or RUN/weights/NAME")
     command.add_argument("--run-id", metavar="RUN", help="all checkpoints of this run")
     command.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
     command = group.add_command(
@@ -73,14 +75,17 @@ def add(parser: CommandParser, about: str) -> None:
         more="Run the command again to continue an interrupted download. If the service offers no archives, a\n"
         "temporary export is created, for which a training session is opened and closed.",
     )  # fmt: skip
-    command.add_argument("path", metavar="PATH", help="tinker://…")
+    command.add_argument("path", metavar="PATH", help=CHECKPOINT)
     command.add_argument("-d", "--dir", default=".", help="where to create the checkpoint's folder (default: here)")
     command.add_argument("--keep-archive", action="store_true", help="keep the tar file too")
 
 
 def list_checkpoints(args: argparse.Namespace) -> None:
-    now, within_s = utc_now(), args.expires_within
-    pages = list_pages(rest_client(args), args.run_id, args.limit if within_s is None else 0)
+    now, within_s, client = utc_now(), args.expires_within, rest_client(args)
+    run = args.run_name or args.run_id
+    run_id = None if run is None else run_named(client, run).training_run_id
+    total: list[int] = []
+    pages = list_pages(client, run_id, args.limit if within_s is None else 0, total)
     if within_s is not None:
         pages = (
             saved
@@ -89,8 +94,12 @@ def list_checkpoints(args: argparse.Namespace) -> None:
         )
     found = list(itertools.islice(pages, args.limit + 1 if args.limit else None))
     checkpoints = found[: args.limit or None]
+    if len(checkpoints) < len(found):
+        of_all = f" of {total[-1]}" if total and within_s is None else ""
+        output.remark(f"Only the first {args.limit}{of_all} checkpoints are listed; --limit 0 lists all.")
     if args.output == "json":
-        output.write_json({"checkpoints": checkpoints})
+        known = {"total": total[-1]} if total and within_s is None else {}
+        output.write_json({"checkpoints": checkpoints, **known})
         return
     rows = [
         (
@@ -104,13 +113,12 @@ def list_checkpoints(args: argparse.Namespace) -> None:
         for saved in checkpoints
     ]
     output.write_table(("PATH", "TYPE", "SIZE", "AGE", "EXPIRES", "PUBLIC"), rows, numbers=["SIZE", "AGE"])
-    if len(checkpoints) < len(found):
-        output.remark(f"Only the first {args.limit} are shown; --limit 0 shows all.")
 
 
 def info(args: argparse.Namespace) -> None:
     client = rest_client(args)
-    run_id, path = _run_of(args.path), args.path
+    path = checkpoint_named(client, args.path)
+    run_id = _run_of(path)
     checkpoints = client.list_checkpoints(run_id).result().checkpoints
     saved = next((checkpoint for checkpoint in checkpoints if checkpoint.tinker_path == path), None)
     if saved is None:
@@ -141,17 +149,23 @@ def info(args: argparse.Namespace) -> None:
 
 
 def publish(args: argparse.Namespace) -> None:
-    rest_client(args).publish_checkpoint_from_tinker_path(args.path).result()
+    client = rest_client(args)
+    args.path = checkpoint_named(client, args.path)
+    client.publish_checkpoint_from_tinker_path(args.path).result()
     _report_change(args, "public", True, "is public now")
 
 
 def unpublish(args: argparse.Namespace) -> None:
-    rest_client(args).unpublish_checkpoint_from_tinker_path(args.path).result()
+    client = rest_client(args)
+    args.path = checkpoint_named(client, args.path)
+    client.unpublish_checkpoint_from_tinker_path(args.path).result()
     _report_change(args, "public", False, "is private now")
 
 
 def set_ttl(args: argparse.Namespace) -> None:
-    rest_client(args).set_checkpoint_ttl_from_tinker_path(args.path, args.ttl).result()
+    client = rest_client(args)
+    args.path = checkpoint_named(client, args.path)
+    client.set_checkpoint_ttl_from_tinker_path(args.path, args.ttl).result()
     text = "never expires now" if args.ttl is None else f"expires in {duration(args.ttl, 4)}"
     _report_change(args, "ttl_seconds", args.ttl, text)
 
@@ -162,11 +176,13 @@ def delete(args: argparse.Namespace) -> int:
             "Name the checkpoints to delete, or a run with --run-id to delete all of its checkpoints."
         )
     for path in args.paths:
-        _run_of(path)  # rejects a bad path before anything is deleted
+        if "/" not in path:
+            raise ValidationError(f"{path} may be a run. To delete all checkpoints of a run, write --run-id {path}.")
     client = rest_client(args)
-    paths = list(dict.fromkeys(args.paths))
+    paths = list(dict.fromkeys(checkpoint_named(client, path) for path in args.paths))  # all, before any is deleted
     if args.run_id:
-        paths = [saved.tinker_path for saved in client.list_checkpoints(args.run_id).result().checkpoints]
+        run_id = run_named(client, args.run_id).training_run_id
+        paths = [saved.tinker_path for saved in client.list_checkpoints(run_id).result().checkpoints]
     if paths and not args.yes and not _is_confirmed(paths):
         output.remark("Nothing was deleted.")
         return 1
@@ -189,6 +205,7 @@ def delete(args: argparse.Namespace) -> int:
 def download(args: argparse.Namespace) -> None:
     from pathlib import Path
 
+    args.path = checkpoint_named(rest_client(args), args.path)
     folder = Path(args.dir) / folder_name(args.path)
     files = download_into(args, args.path, folder, keep_archive=args.keep_archive)
     if args.output == "json":
@@ -228,14 +245,23 @@ def folder_name(path: str) -> str:
     return re.sub(r"[^\w.-]+", "_", path.removeprefix("tinker://"))
 
 
-def list_pages(client: tinkex.RestClient, run_id: str | None, limit: int) -> Iterator[tinkex.Checkpoint]:
-    """Yield checkpoints, fetched in pages as they are needed. `limit` (0: none) only limits the length of a page."""
+def list_pages(
+    client: tinkex.RestClient, run_id: str | None, limit: int, total: list[int]
+) -> Iterator[tinkex.Checkpoint]:
+    """Yield checkpoints, fetched in pages as they are needed. `limit` (0: none) only limits the length of a page.
+
+    `total` gets how many there are, if the service says it.
+    """
     if run_id is not None:
-        yield from client.list_checkpoints(run_id).result().checkpoints
+        checkpoints = client.list_checkpoints(run_id).result().checkpoints
+        total.append(len(checkpoints))
+        yield from checkpoints
         return
     length = min(PAGE, limit + 1) if limit else PAGE  # one more than is shown, to know whether there are more
     offset = 0
     while (page := client.list_user_checkpoints(limit=length, offset=offset).result()).checkpoints:
+        if page.cursor is not None:
+            total.append(page.cursor.total_count)
         yield from page.checkpoints
         offset += len(page.checkpoints)
         if page.cursor is not None and offset >= page.cursor.total_count:

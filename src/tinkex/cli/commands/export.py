@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tinkex.cli.connect import rest_client
+from tinkex.cli.named import CHECKPOINT, checkpoint_named
 from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import add_flags, config_of
 from tinkex.errors import ValidationError
@@ -29,10 +31,10 @@ name."""
 def add(parser: CommandParser, about: str) -> None:
     command = parser.add_command(
         "export", export, about, "tinkex export tinker://RUN/sampler_weights/final --out my-adapter",
-        "tinkex export tinker://RUN/weights/final --out my-model --merge",
+        "tinkex export latest --out my-model --merge",
         "tinkex export ./my-adapter --out my-model --merge --base-model Qwen/Qwen3-0.6B", more=MORE,
     )  # fmt: skip
-    command.add_argument("source", metavar="PATH|FOLDER", help="tinker://…, or a folder with an adapter")
+    command.add_argument("source", metavar="PATH|RUN|FOLDER", help=f"a folder with an adapter, or {CHECKPOINT}")
     command.add_argument("--out", metavar="FOLDER", required=True, type=Path, help="where to write; must not exist")
     command.add_argument(
         "--merge", action="store_true", help="merge the adapter into its base model (needs the extra `local`)"
@@ -49,7 +51,7 @@ def export(args: argparse.Namespace) -> None:
 
         needs_local("Merging")
     reject_existing(args.out)
-    with_download = args.source.startswith("tinker://")
+    with_download = not Path(args.source).expanduser().is_dir() and not args.source.startswith((".", "/", "~"))
     adapter = _downloaded(args) if with_download else Path(args.source).expanduser()
     for name in (WEIGHTS, CONFIG):
         if not (adapter / name).is_file():
@@ -100,9 +102,20 @@ def tensor_names(file: Path) -> list[str]:
 def _downloaded(args: argparse.Namespace) -> Path:
     from tinkex.cli.commands.checkpoint import download_into, folder_name
 
+    try:
+        path = checkpoint_named(rest_client(args), args.source)
+    except ValidationError as error:
+        if error.code != "unknown_run":
+            raise
+        raise ValidationError(
+            f"{args.source} is neither a folder nor a tinker:// path, and no run has this id or name. "
+            "`tinkex run list` and `tinkex checkpoint list` show yours."
+        ) from None
+    if path != args.source:
+        output.remark(f"Exporting {path}.")
     # Next to the result, under a name that the same command finds again if this one is interrupted.
-    folder: Path = args.out.with_name(f"{args.out.name}.{folder_name(args.source)[-40:]}.download")
-    download_into(args, args.source, folder)
+    folder: Path = args.out.with_name(f"{args.out.name}.{folder_name(path)[-40:]}.download")
+    download_into(args, path, folder)
     return folder
 
 

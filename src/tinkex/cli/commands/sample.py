@@ -11,6 +11,7 @@ from typing import Any
 import tinkex
 from tinkex.cli.arguments import count, token_ids
 from tinkex.cli.connect import announce_retries, config_for
+from tinkex.cli.named import WEIGHTS, weights_named
 from tinkex.cli.parser import CommandParser
 from tinkex.errors import TinkexError, ValidationError
 from tinkex.terminal import output
@@ -25,13 +26,13 @@ def add(parser: CommandParser, about: str) -> None:
     command = parser.add_command(
         "sample", sample, about,
         'tinkex sample -m Qwen/Qwen3-8B "The capital of France is" --max-tokens 16',
-        "tinkex sample -m tinker://RUN/sampler_weights/0001 < prompt.txt",
+        "tinkex sample -m latest < prompt.txt",
         "tinkex sample -m Qwen/Qwen3-8B --prompt-ids 12,7,345 --ids",
         more="The prompt is used as it is, without a chat template (`tinkex chat` applies one). Text needs the\n"
         "model's tokenizer and the extra `tokenizers`; --prompt-ids with --ids needs neither.",
     )  # fmt: skip
     command.add_argument("prompt", nargs="?", help="the text to continue (default: stdin, without its last line break)")
-    command.add_argument("-m", "--model", help="a base model, or tinker://…/sampler_weights/… (default: the only one)")
+    command.add_argument("-m", "--model", help=f"a base model, {WEIGHTS} (default: the only base model)")
     command.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="the prompt as token ids")
     command.add_argument("--ids", action="store_true", help="print token ids, not text")
     command.add_argument("--tokenizer", metavar="NAME|FILE", help="use this tokenizer instead of the model's")
@@ -71,7 +72,7 @@ def _sample(args: argparse.Namespace, service: tinkex.ServiceClient) -> None:
         if sys.stdin.isatty():
             output.remark("Type the prompt, then press Ctrl-D on an empty line.")
         text = sys.stdin.read().removesuffix("\n")
-    client = _sampler(args.model, service)
+    client = _sampler(args, service)
     needs_text = text is not None or not args.ids
     tokenizer: Any = _tokenizer(args.tokenizer, client) if needs_text else None
     prompt = args.prompt_ids if text is None else list(tokenizer.encode(text))
@@ -154,20 +155,18 @@ def ids_as_text(tokens: list[int], **_: object) -> str:
     return " ".join(map(str, tokens))
 
 
-def _sampler(model: str | None, service: tinkex.ServiceClient) -> tinkex.SamplingClient:
-    if model is None:
-        model = _only_model(service)
-    if model.startswith("tinker://"):
-        return service.create_sampling_client(model_path=model)
-    return service.create_sampling_client(base_model=model)
-
-
-def _only_model(service: tinkex.ServiceClient) -> str:
+def _sampler(args: argparse.Namespace, service: tinkex.ServiceClient) -> tinkex.SamplingClient:
+    if args.model is not None and args.model.startswith("tinker://"):
+        return service.create_sampling_client(model_path=args.model)
     models = service.get_server_capabilities().supported_models
-    offered = [model.model_name for model in models if model.model_name and model.alias_of is None]
-    if len(offered) != 1:
-        raise ValidationError(f"Name a model with -m. The service offers {', '.join(offered) or 'none'}.")
-    return offered[0]
+    bases = [model.model_name for model in models if model.model_name and model.alias_of is None]
+    if args.model is None:
+        if len(bases) != 1:
+            raise ValidationError(f"Name a model with -m. The service offers {', '.join(bases) or 'none'}.")
+        return service.create_sampling_client(base_model=bases[0])
+    if args.model in [model.model_name for model in models]:
+        return service.create_sampling_client(base_model=args.model)
+    return service.create_sampling_client(model_path=weights_named(args, args.model, bases))
 
 
 def _tokenizer(name: str | None, client: tinkex.SamplingClient) -> Any:

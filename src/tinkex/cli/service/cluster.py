@@ -188,7 +188,8 @@ def _find(store: ClusterStore, name: str) -> NodeRecord:
 def _state(node: NodeRecord) -> str:
     if node.left_s <= 0:
         return f"gone for {-node.left_s:.0f} s"
-    return "draining" if node.is_draining else "alive"
+    state = "draining" if node.is_draining else "alive"
+    return state if node.trains else f"{state}, only samples"
 
 
 def _fields(node: NodeRecord) -> dict[str, object]:
@@ -197,6 +198,7 @@ def _fields(node: NodeRecord) -> dict[str, object]:
         "url": node.url,
         "is_alive": node.left_s > 0,
         "is_draining": node.is_draining,
+        "kind": node.kind,
         "runs": node.runs,
         "queued_operations": node.load,
         "models": list(node.models),

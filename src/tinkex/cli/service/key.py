@@ -56,7 +56,7 @@ def create(args: argparse.Namespace) -> None:
     config = config_of(args)
     with new_store(config) as store:
         # Imported here: new_store has checked that the database library is installed.
-        from tinkex.store.keys import hash_key, hint, new_key
+        from tinkex.store.access import hash_key, hint, new_key
         from tinkex.store.records import KeyRecord
 
         others = store.list_keys()

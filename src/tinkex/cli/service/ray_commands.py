@@ -27,6 +27,7 @@ lost: `tinkex cluster up` goes on with the same database and bucket."""
 OF_NODES = {
     "models and computation": (
         "base_models", "device", "dtype", "decode_weights", "threads", "cache_dir", "max_batch_tokens",
+        "sampler", "vllm_python", "proofs",
     ),
     "network": ("port", "public_url"),
     "access": ("keys_file",),
@@ -40,14 +41,18 @@ def add_to(group: CommandParser) -> None:
     up = group.add_command(
         "up", start, "have Ray run the servers of a cluster",
         "tinkex cluster up --train 4xGPU:1 --fronts 2 --base-model Qwen/Qwen3-8B --blobs s3://tinkex",
+        "tinkex cluster up --train 2xGPU:1 --sample 6xGPU:1 --sampler vllm --base-model Qwen/Qwen3-8B --blobs s3://tinkex",
         "tinkex cluster up --ray 10.0.0.5:6379 --train 2xCPU:4 --data-dir /shared/tinkex",
         more=MORE_UP,
     )  # fmt: skip
     up.add_argument(
         "--train", metavar="NxCPU:K", type=_shape, required=True,
-        help="how many nodes that train and sample, and how many CPUs or GPUs each has: 2xCPU:4, 4xGPU:1",
+        help="how many nodes that train, and how many CPUs or GPUs each has: 2xCPU:4, 4xGPU:1",
     )  # fmt: skip
-    up.add_argument("--sample", metavar="NxGPU:K", type=_shape, help="nodes that only sample: none in this release (0)")
+    up.add_argument(
+        "--sample", metavar="NxGPU:K", type=_shape, default="0",
+        help="how many nodes that only sample; without them (0) those of --train do",
+    )  # fmt: skip
     up.add_argument("--fronts", metavar="N", type=int, default=1, help="how many fronts (default: 1)")
     for title, names in OF_NODES.items():
         add_flags(up.add_argument_group(title), names)
@@ -71,11 +76,11 @@ def start(args: argparse.Namespace) -> int:
     from tinkex.local_service import needs_local
 
     needs_local(WORK)
-    if args.sample is not None and args.sample.count:
-        raise ConfigError("There are no nodes that only sample in this release: those of --train sample too.")
     if args.fronts < 0:
         raise ConfigError(f"--fronts must be 0 or more, not {args.fronts}.")
-    states = scale(args.ray, config_of(args), args.train, args.fronts, wait_s=args.wait_s, report=output.remark)
+    states = scale(
+        args.ray, config_of(args), args.train, args.sample, args.fronts, wait_s=args.wait_s, report=output.remark
+    )
     if args.output == "json":
         output.write_json({"servers": [asdict(state) for state in states]})
     elif states:

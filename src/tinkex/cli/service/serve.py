@@ -31,8 +31,8 @@ GROUPS = {
     ),
     # Not the secret itself: others can read command lines.
     "cluster": (
-        "engines", "node_url", "no_engine", "cluster_secret_file", "node_lease_s", "node_cert", "node_key",
-        "cluster_ca",
+        "engines", "node_url", "no_engine", "samples_only", "cluster_secret_file", "node_lease_s", "node_cert",
+        "node_key", "cluster_ca",
     ),
     "limits": tuple(limit.setting.name for limit in LIMITS),
     "logging": ("log_level",),

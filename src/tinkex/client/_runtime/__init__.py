@@ -11,6 +11,7 @@
     telemetry          Telemetry: failures reported to the service
     operation_queue    OperationQueue: the order of a training client's operations
     base_client        BaseClient: what all clients share
+    account_client     AccountClient: what the two REST clients share
 
 Private to tinkex.client.
 """

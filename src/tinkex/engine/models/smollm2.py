@@ -167,11 +167,13 @@ def _run_pip(command: list[str], folder: Path, progress: ProgressReport) -> tupl
 
 
 def _size_bytes(folder: Path) -> int:
-    """Return the bytes in the folder. Files appear and disappear while pip works."""
+    """Return the bytes in the folder. Files and folders come and go while pip works: `os.walk` skips those that have
+    gone, `Path.rglob` raises in the middle of its list."""
     size = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            size += path.stat().st_size
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.stat(os.path.join(parent, name)).st_size
     return size
 
 

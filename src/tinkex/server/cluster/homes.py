@@ -13,8 +13,8 @@ from functools import partial
 from typing import NamedTuple
 
 from tinkex.clock import Clock
-from tinkex.server.cluster.counters import ClusterCounters
-from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.node_lease import Node
+from tinkex.server.cluster.own_counters import ClusterCounters
 from tinkex.server.cluster.placement import node_for_run
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore

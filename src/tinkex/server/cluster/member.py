@@ -13,13 +13,14 @@ from uuid import uuid4
 from starlette.middleware import Middleware
 
 from tinkex.engine.contract import Engine, EngineDied, EngineUnusable
-from tinkex.server.cluster.counters import ClusterCounters
 from tinkex.server.cluster.homes import Homes
 from tinkex.server.cluster.hop import Hops
 from tinkex.server.cluster.middleware import ClusterMiddleware
 from tinkex.server.cluster.no_engine import NoEngine
-from tinkex.server.cluster.node import Node
-from tinkex.server.cluster.overview import ClusterGauges, Overview, capabilities_of
+from tinkex.server.cluster.node_gauges import ClusterGauges
+from tinkex.server.cluster.node_lease import Node
+from tinkex.server.cluster.node_overview import NodeOverview, capabilities_of
+from tinkex.server.cluster.own_counters import ClusterCounters
 from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.placement import runs_to_give_up
 from tinkex.server.cluster.signature import Signer
@@ -72,7 +73,7 @@ class ClusterMember:
         self._hops = Hops(clock, None if config.cluster_ca is None else client_context(config))
         self._peers = Peers(clock, service.store, service.db)
         self._signer = Signer(config.cluster_secret)
-        self._overview = Overview(service, service.store, self.node, self._peers, self._hops, self._signer)
+        self._overview = NodeOverview(service, service.store, self.node, self._peers, self._hops, self._signer)
         service.others = self._overview
         gauges = ClusterGauges(self._overview, clock, config.node_lease_s)
         service.metrics.registry.register(gauges)

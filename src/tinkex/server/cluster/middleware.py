@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinkex.server.cluster.counters import ClusterCounters
+from tinkex.server.cluster.concern import ON_RESULTS, Concern, concern_of
 from tinkex.server.cluster.homes import Homes
 from tinkex.server.cluster.hop import OF_CONNECTION, Headers, HopFailed, HopResponse, Hops, HopUntrusted
-from tinkex.server.cluster.routing import ON_RESULTS, Concern, concern_of
+from tinkex.server.cluster.own_counters import ClusterCounters
 from tinkex.server.cluster.signature import HEADER, Signer
 from tinkex.server.cluster.switch import RETRY, NoNodeForRun, Switch
 from tinkex.server.cluster.traces import TraceFilter, handing_on, serving, trace_in

@@ -56,10 +56,11 @@ def node_for_sample(
 
     Rendezvous hashing: when a node comes or goes, only its own keys change their node. With bounded load: a node with
     more than its part of what is queued leaves a key to the next in that key's own order. `sent` are the sequences that
-    went to each node since the rows were read.
+    went to each node since the rows were read. Nodes that train draw only where no node does nothing else.
     """
     named = [node for node in nodes if node.url not in without and node.serves(model)]
     fit = _dependable([node for node in named if not node.is_draining] or named)
+    fit = [node for node in fit if not node.trains] or fit
     queued = {node.id: node.facts.samples + sent.get(node.id, 0) for node in fit}
     bound = max(FULLEST * sum(queued.values()) / max(len(fit), 1), QUEUED_ROWS)
     roomy = [node for node in fit if queued[node.id] <= bound]

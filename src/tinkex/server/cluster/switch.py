@@ -10,11 +10,12 @@ from collections import OrderedDict
 from contextlib import suppress
 from itertools import count
 
+from tinkex.rules.run_names import LATEST
+from tinkex.server.cluster.concern import Concern
 from tinkex.server.cluster.homes import Homes
-from tinkex.server.cluster.node import Node
+from tinkex.server.cluster.node_lease import Node
 from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.placement import engines_text
-from tinkex.server.cluster.routing import Concern
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.service import Service
 from tinkex.store.errors import Unavailable
@@ -62,8 +63,8 @@ class Switch:
             case "sample":
                 return await self._of_sample(concern.name)
             case "sampler":
-                return await self._of_sampler(concern)
-        return await self._any(await self._model_of(concern))
+                return await self._of_sampler(tenant, concern)
+        return await self._any(await self._model_of(tenant, concern))
 
     async def engines(self, without: str) -> str:
         """Say what the engines do, other than the one at an address that does not respond."""
@@ -129,18 +130,22 @@ class Switch:
         # One that was drawn by a node that is gone is lost: the handler says so, and the client asks for another.
         return await self._peers.url_of(node_id) or ""
 
-    async def _of_sampler(self, concern: Concern) -> str:
-        model = await self._model_of(concern)
+    async def _of_sampler(self, tenant: str | None, concern: Concern) -> str:
+        model = await self._model_of(tenant, concern)
         node = await self._peers.choose(concern.name, model, sequences=concern.sequences)
         if node is None or (self._node is not None and node.id == self._node.id):
             return await self._any(model)
         return node.url
 
-    async def _model_of(self, concern: Concern) -> str | None:
+    async def _model_of(self, tenant: str | None, concern: Concern) -> str | None:
         """Return the base model that a request needs, if it matters: nodes may serve different ones."""
-        if concern.model is not None or len({node.models for node in await self._peers.living()}) < 2:
-            return concern.model
-        service = self._service
+        service, living = self._service, await self._peers.living()
+        if concern.model is not None:
+            if tenant is None or any(node.serves(concern.model) for node in living):
+                return concern.model
+            return await self._model_of_run(tenant, concern.model)
+        if len({node.models for node in living}) < 2:
+            return None
         if concern.checkpoint is not None:
             saved = await service.db(service.store.get_checkpoint, concern.checkpoint)
             return None if saved is None else saved.base_model
@@ -148,6 +153,15 @@ class Switch:
             return None
         sampler = await service.db(service.store.get_sampler, concern.session_id)
         return None if sampler is None else sampler.base_model
+
+    async def _model_of_run(self, tenant: str, name: str) -> str:
+        """Return the base model of the run that the OpenAI interface's `model` names; the name itself if of none."""
+        store = self._service.store
+        if name == LATEST:
+            newest = await self._service.db(store.newest_sampler_weights, tenant, self._service.clock.wall())
+            return name if newest is None else newest.base_model
+        runs = await self._service.db(store.find_runs, tenant, name)
+        return runs[0].base_model if runs else name
 
     async def _any(self, model: str | None = None) -> str:
         """Return this node, if it has the model; else any other, in turn."""

@@ -20,7 +20,7 @@ from tinkex.server.http.rejected_keys import RejectedKeys
 from tinkex.server.limits.ledger import Ledger
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig, is_loopback_host
-from tinkex.store.keys import hash_key
+from tinkex.store.access import hash_key
 from tinkex.store.records import KeyRecord
 from tinkex.store.store import Store
 from tinkex.wire import endpoints

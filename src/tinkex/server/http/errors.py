@@ -1,7 +1,7 @@
 """Turns errors into HTTP responses. Only this module and `openai.errors` choose the status code of an exception.
 
 The body is `{"detail", "code", "category"}`, always with a Content-Length: official clients treat a 400 without one as
-a proxy's. 409 is never used: they retry it for minutes.
+a proxy's. 409 is used only where they never come (`RunInUse`): they retry it for minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from tinkex.errors import ValidationError
 from tinkex.server.upkeep.checksums import DamagedCheckpoint
 from tinkex.store.disk import is_full
-from tinkex.store.errors import BucketAway, DamagedBlob, DiskFull, HomeLost, LeaseLost, Unavailable
+from tinkex.store.errors import BucketAway, DamagedBlob, DiskFull, HomeLost, LeaseLost, RunDeleted, Unavailable
 
 logger = logging.getLogger("tinkex.server")
 
@@ -58,6 +58,8 @@ def as_rejected(error: Exception) -> RequestRejected:
             return bad_request(str(error), error.code)
         case DiskFull() | Unavailable() | BucketAway() | LeaseLost():
             return RequestRejected(503, str(error), "store_unavailable", "server", {"retry-after": "5"})
+        case RunDeleted():
+            return RequestRejected(404, str(error), "unknown_training_run")
         case HomeLost():
             return RequestRejected(503, str(error), "not_at_home", "server", {"retry-after": "1"})
         case DamagedCheckpoint() | DamagedBlob():

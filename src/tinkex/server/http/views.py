@@ -18,6 +18,7 @@ from tinkex.store.records import (
     SessionRecord,
     lora_of,
 )
+from tinkex.store.run_records import ListedRun
 
 ORGANISATION = "tml:organization:tinkex"
 NO_PROJECT = "default"
@@ -84,8 +85,9 @@ def weights_info(record: CheckpointRecord) -> dict[str, Any]:
     }
 
 
-def training_run(run: RunRecord, checkpoints: Iterable[CheckpointRecord]) -> dict[str, Any]:
+def training_run(listed: ListedRun, checkpoints: Iterable[CheckpointRecord]) -> dict[str, Any]:
     """Return a run with the newest of its live checkpoints of each kind."""
+    run = listed.run
     newest = {saved.kind: saved for saved in sorted(checkpoints, key=lambda saved: saved.created_at)}
     last, last_sampler = newest.get("weights"), newest.get("sampler_weights")
     return {
@@ -100,6 +102,13 @@ def training_run(run: RunRecord, checkpoints: Iterable[CheckpointRecord]) -> dic
         "last_checkpoint": None if last is None else checkpoint(last),
         "last_sampler_checkpoint": None if last_sampler is None else checkpoint(last_sampler),
         "user_metadata": metadata(run.user_metadata),
+        "name": run.name,
+        "tags": run.tags,
+        "status": listed.status,
+        "steps": run.steps,
+        "loss": run.loss,
+        "created_at": time_text(run.created_at),
+        "archived_at": None if run.archived_at is None else time_text(run.archived_at),
     }
 
 

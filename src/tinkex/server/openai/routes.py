@@ -19,6 +19,7 @@ from tinkex.engine.contract import Sampled, SampleEvent, SampleSpec
 from tinkex.server.http.errors import RequestRejected, json_response
 from tinkex.server.http.event_stream import open_event_stream
 from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest, guarded
+from tinkex.server.named_runs import weights_named
 from tinkex.server.openai.errors import error_body, openai_error_response, rejection_of
 from tinkex.server.openai.requests import (
     Chat,
@@ -96,10 +97,12 @@ async def unknown(request: ApiRequest) -> Response:
 
 
 async def _open(service: Service, tenant: str, model: str) -> SampleTarget:
-    """Return what `model` names: the adapter of a checkpoint, or a base model without one."""
-    if model.startswith("tinker://"):
-        return await service.sampling.open(tenant, base_model=None, model_path=model)
-    return await service.sampling.open(tenant, base_model=model, model_path=None)
+    """Return what `model` names: the adapter of a checkpoint, a base model without one, or the newest of a run."""
+    if not model.startswith("tinker://"):
+        if model in service.catalog.names:
+            return await service.sampling.open(tenant, base_model=model, model_path=None)
+        model = (await weights_named(service, tenant, model)).path
+    return await service.sampling.open(tenant, base_model=None, model_path=model)
 
 
 # ── From a request to samples

@@ -74,7 +74,7 @@ async def download_file(request: ApiRequest) -> Response:
         downloads.append(archive_of(saved, folder) if name == ARCHIVE else file_of(saved, folder, name))
 
     try:
-        folder = await hold_checked(service.db, service.store, saved.folder, open_checked)
+        folder = await hold_checked(service.db, service.store, link.reader, saved.folder, open_checked)
     except FileNotFoundError:  # deleted meanwhile
         raise not_found("checkpoint", link.path) from None
     return respond(request, downloads[-1], name, folder.release)

@@ -58,8 +58,9 @@ _MOST_CALLED: Final = (
 
 
 def api_routes() -> list[Route]:
-    """Return one route per endpoint. Longer paths come first, because `{checkpoint_id:path}` matches slashes too."""
-    rows = sorted(HANDLERS.items(), key=lambda row: (row[0] not in _MOST_CALLED, -len(row[0].path)))
+    """Return one route per endpoint. Paths without ids come first: `training_runs/find` is no run. Then the longer
+    ones, because `{checkpoint_id:path}` matches slashes too."""
+    rows = sorted(HANDLERS.items(), key=lambda row: (row[0] not in _MOST_CALLED, "{" in row[0].path, -len(row[0].path)))
     return [
         *(
             Route(_pattern(endpoint.path), guarded(endpoint.name, handler), methods=[endpoint.method])

@@ -13,6 +13,7 @@ from tinkex.engine.contract import pass_frame
 from tinkex.engine.frames import Frame
 from tinkex.errors import ValidationError
 from tinkex.rules import checkpoint_names, ranges
+from tinkex.rules.run_names import name_in, printable_name, tags_in
 from tinkex.server.http.errors import RequestRejected, bad_request, json_response
 from tinkex.server.http.fields import (
     DatumReader,
@@ -81,6 +82,7 @@ async def _create(
     """Submit the creation of a run, with the layers and the rank of `lora`."""
     session = await request.find_session(require_text(body, "session_id"))
     number, now = require_seq(body, "model_seq_id"), request.service.clock.wall()
+    metadata = parse_metadata(body)
     run = RunRecord(
         id=f"{session.id}:train:{number}",
         tenant=request.tenant,
@@ -91,7 +93,9 @@ async def _create(
         seed=number if seed is None else seed,
         created_at=now,
         last_request_at=now,
-        user_metadata=parse_metadata(body) or None,
+        user_metadata=metadata or None,
+        name=name_in(metadata) or printable_name(session.display_name),
+        tags=tags_in(metadata),
     )
     request_id = await request.service.intake.create(run, kind, options)
     return json_response({"request_id": request_id, "model_id": run.id})

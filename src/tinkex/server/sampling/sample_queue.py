@@ -222,7 +222,7 @@ class Sampling:
         if saved.kind != "sampler_weights":
             raise bad_request(f"{model_path[:200]} was not saved for sampling.", "bad_path")
         try:
-            async with held(self._db, self._store, saved.folder, partial(check_files, saved)):
+            async with held(self._db, self._store, tenant, saved.folder, partial(check_files, saved)):
                 pass
         except FileNotFoundError:  # deleted meanwhile
             raise not_found("checkpoint", model_path) from None
@@ -446,7 +446,7 @@ class Sampling:
         """Return how many tokens were drawn; None if it failed."""
         try:
             sampling = partial(self._run_with_engine, job)
-            result = await while_held(self._db, self._store, self._clock, job.target.folder, sampling)
+            result = await while_held(self._db, self._store, self._clock, job.tenant, job.target.folder, sampling)
         except Exception as error:
             if not isinstance(error, (EngineFault, EngineDied)):
                 logger.error("a sample failed", exc_info=error)

@@ -114,7 +114,7 @@ class OperationRunner:
         folder = folders.new(run.id, EPHEMERAL if is_ephemeral else kind, leaf)
         command = {"op": "save", "adapter": run.id, "base": run.base_model, "folder": str(folders.path(folder))}
         reply = await self._engine.run(Frame({**command, "with_optimizer": kind == "weights"}))
-        await keep(self._db, self._store, folder, reply.head["files"])
+        await keep(self._db, self._store, run.tenant, folder, reply.head["files"])
         self._quotas.note_bytes(run, kind, reply.head["size_bytes"])
         if is_ephemeral:
             return await self._ephemeral_sampler(queue, pending, folder, reply.head["size_bytes"])
@@ -185,7 +185,7 @@ class OperationRunner:
             raise EngineFault(
                 f"{path} belongs to the base model {source.base_model}, this run to {run.base_model}.", "user"
             )
-        async with self._held(source) as folder:
+        async with self._held(run.tenant, source) as folder:
             command = {"op": "load", "adapter": run.id, "folder": str(folder), "with_optimizer": with_optimizer}
             await self._engine.run(Frame(command))
         # The source may be deleted or replaced before a crash: the journal alone could not bring this state back.
@@ -200,7 +200,7 @@ class OperationRunner:
         return _json_result(pending, {"type": "load_weights", "path": path, "model_id": run.id})
 
     @asynccontextmanager
-    async def _held(self, source: CheckpointRecord) -> AsyncIterator[Path]:
+    async def _held(self, tenant: str, source: CheckpointRecord) -> AsyncIterator[Path]:
         """Let the block read the files of a checkpoint, which are what was saved.
 
         They are read every time: a run goes on for hours with what it loads.
@@ -208,7 +208,7 @@ class OperationRunner:
         async with AsyncExitStack() as stack:
             check = partial(check_files, source, may_skip_known=False)
             try:
-                folder = await stack.enter_async_context(held(self._db, self._store, source.folder, check))
+                folder = await stack.enter_async_context(held(self._db, self._store, tenant, source.folder, check))
             except FileNotFoundError:
                 raise EngineFault(f"The files of {source.path} are gone. Was it deleted meanwhile?", "server") from None
             except (DamagedCheckpoint, DamagedBlob) as error:

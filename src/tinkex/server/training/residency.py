@@ -129,7 +129,7 @@ class Residency:
 
     async def _rebuild(self, queue: RunQueue, run: RunRecord) -> None:
         run_id = run.id
-        async with held(self._db, self._store, run.snapshot) as folder:
+        async with held(self._db, self._store, run.tenant, run.snapshot) as folder:
             await self._engine.run(_first_command(run, folder))
         replayed = 0
         for row in await self._db(self._store.operations_of, run_id, run.snapshot_seq):
@@ -153,7 +153,7 @@ class Residency:
         folder, folders = f"journal/snapshots/{run_id.replace(':', '_')}-{uuid4().hex[:8]}", self._store.folders
         path = str(folders.path(folder))
         await self._engine.run(Frame({"op": "snapshot", "adapter": run_id, "folder": path}))
-        await keep(self._db, self._store, folder)
+        await keep(self._db, self._store, queue.run.tenant, folder)
         former = await self._db(self._store.set_snapshot, run_id, folder, seq_id, queue.home)
         if former is not None:
             await self._db.beside(folders.remove, former)

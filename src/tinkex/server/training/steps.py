@@ -54,6 +54,12 @@ def settled(operations: Sequence[OperationRecord], after_seq: int) -> list[Opera
     return list(operations[:end])
 
 
+def last_loss(operations: Iterable[OperationRecord]) -> float | None:
+    """Return the loss of the last complete step."""
+    steps, _ = steps_of(operations)
+    return steps[-1]["loss"] if steps else None
+
+
 def picked(picks: Sequence[PickedStep]) -> list[dict[str, Any]]:
     """Return some of the steps of a long run, each with its number and what the run had come to when it ended."""
     steps: list[dict[str, Any]] = []

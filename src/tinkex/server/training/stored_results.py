@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 from tinkex.clock import Clock
 from tinkex.server.limits.ledger import Ledger
+from tinkex.server.training.steps import last_loss
 from tinkex.server.training.waiters import OperationResult
 from tinkex.server.upkeep.blob_calls import kept_payload
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
 from tinkex.store.errors import DiskFull, Unavailable
+from tinkex.store.journal import EndedStep
 from tinkex.store.payloads import MAX_INLINE_BYTES
 from tinkex.store.records import CheckpointRecord, Home, OperationRecord
 from tinkex.store.store import Store
@@ -68,6 +70,7 @@ class StoredResults:
                     sampler=result.sampler,
                     engine_s=result.engine_s,
                     metrics=result.metrics,
+                    step=EndedStep(row.run_id, row.seq_id, last_loss) if row.kind == "optim_step" else None,
                     home=home,
                 )
             )

@@ -31,25 +31,29 @@ RETRY_S = 1.0
 
 @asynccontextmanager
 async def held(
-    db: Db, store: Store, folder: str | None, check: Callable[[Path], None] | None = None
+    db: Db, store: Store, tenant: str, folder: str | None, check: Callable[[Path], None] | None = None
 ) -> AsyncIterator[Path]:
-    """Let the block read a folder at the path that it gets. Without a folder (a base model's) there is none to hold."""
+    """Let the block read a folder at the path that it gets. Without a folder (a base model's) there is none to hold.
+
+    `tenant` is whose work needs it, and waits if it fetches many.
+    """
     if folder is None:
         yield Path()
         return
-    held_folder = await (hold(db, store, folder) if check is None else hold_checked(db, store, folder, check))
+    holding = hold(db, store, tenant, folder) if check is None else hold_checked(db, store, tenant, folder, check)
+    held_folder = await holding
     try:
         yield held_folder.path
     finally:
         held_folder.release()
 
 
-async def hold(db: Db, store: Store, folder: str) -> HeldFolder:
+async def hold(db: Db, store: Store, tenant: str, folder: str) -> HeldFolder:
     """Return a folder that can be read until the caller releases it. Raises FileNotFoundError if a bucket lacks it."""
     if not store.folders.is_shared:
         return store.folders.hold(folder)
     async with db.turn(folder):  # 64 samples of new weights would take all threads until those are fetched
-        holding = asyncio.ensure_future(db.beside(store.folders.hold, folder))
+        holding = asyncio.ensure_future(db.beside_for(tenant, store.folders.hold, folder))
         try:
             return await asyncio.shield(holding)
         except asyncio.CancelledError:
@@ -57,14 +61,16 @@ async def hold(db: Db, store: Store, folder: str) -> HeldFolder:
             raise
 
 
-async def while_held(db: Db, store: Store, clock: Clock, folder: str | None, work: Callable[[], Awaitable[T]]) -> T:
+async def while_held(
+    db: Db, store: Store, clock: Clock, tenant: str, folder: str | None, work: Callable[[], Awaitable[T]]
+) -> T:
     """Do work that reads a folder. A bucket that does not respond is asked again for `AWAY_S`."""
     if not store.folders.is_shared:
         return await work()
     give_up_s = clock.now() + AWAY_S
     while True:
         try:
-            async with held(db, store, folder):
+            async with held(db, store, tenant, folder):
                 return await work()
         except BucketAway as error:
             if clock.now() >= give_up_s:
@@ -72,11 +78,11 @@ async def while_held(db: Db, store: Store, clock: Clock, folder: str | None, wor
         await clock.sleep(RETRY_S)
 
 
-async def hold_checked(db: Db, store: Store, folder: str, check: Callable[[Path], None]) -> HeldFolder:
+async def hold_checked(db: Db, store: Store, tenant: str, folder: str, check: Callable[[Path], None]) -> HeldFolder:
     """Return a folder that `check` has read without error. A damaged copy of a bucket's folder is fetched again."""
     is_second = False
     while True:
-        held_folder = await hold(db, store, folder)
+        held_folder = await hold(db, store, tenant, folder)
         try:
             await asyncio.to_thread(check, held_folder.path)
             return held_folder
@@ -87,11 +93,11 @@ async def hold_checked(db: Db, store: Store, folder: str, check: Callable[[Path]
             is_second = True
 
 
-async def keep(db: Db, store: Store, folder: str, files: Mapping[str, Any] | None = None) -> None:
+async def keep(db: Db, store: Store, tenant: str, folder: str, files: Mapping[str, Any] | None = None) -> None:
     """Make a folder that the engine has written fit to be named by a row. In the data folder it is: no thread is woken,
     which takes milliseconds on a busy machine."""
     if store.folders.is_shared:
-        await db.beside(store.folders.keep, folder, files)
+        await db.beside_for(tenant, store.folders.keep, folder, files)
 
 
 async def payload(db: Db, store: Store, request_id: str, part: PayloadPart) -> bytes | None:

@@ -21,9 +21,11 @@ T = TypeVar("T")
 CALL_S = 11.0
 """How long a call may take, its wait for earlier ones included. A locked SQLite file says so itself after 10 s, and
 PostgreSQL ends a statement after 8 s."""
-MOST_BESIDE = 8
+MOST_BESIDE = 16
 """Files and objects that are read or written at once. Not on asyncio's own threads (six on two cores): a bucket that
 does not respond would keep them from all other work."""
+MOST_OF_TENANT = 4
+"""Of these threads, what the folders of one tenant take: large ones come slowly, and others need theirs meanwhile."""
 
 
 class Db:
@@ -38,6 +40,8 @@ class Db:
         self._began_s = 0.0
         self._beside = ThreadPoolExecutor(MOST_BESIDE, thread_name_prefix="tinkex-blobs")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._parts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By tenant: its part of the threads beside."""
 
     async def __call__(self, call: Callable[..., T], *args: object) -> T:
         """Run a call. Raises Unavailable if it has no result in time; it may still be stored then."""
@@ -56,6 +60,12 @@ class Db:
     async def beside(self, call: Callable[..., T], *args: object) -> T:
         """Run a call that reads or writes files or a bucket, and no row. It ends by its own deadlines."""
         return await asyncio.wrap_future(self._beside.submit(call, *args))
+
+    async def beside_for(self, tenant: str, call: Callable[..., T], *args: object) -> T:
+        """Run a call beside once this tenant has fewer than `MOST_OF_TENANT` there."""
+        part = self._parts.setdefault(tenant, asyncio.Semaphore(MOST_OF_TENANT))
+        async with part:
+            return await self.beside(call, *args)
 
     def turn(self, name: str) -> asyncio.Lock:
         """Return a lock for calls beside that would otherwise wait for each other on their few threads."""

@@ -288,8 +288,9 @@ class ClusterStore(Store):
         if node is None or not node.serves(model):
             lacks = "does not live" if node is None else f"serves {', '.join(node.models)}, and not {model}"
             raise ValidationError(f"The node {node_id} {lacks}.")
-        if node.is_draining:
-            raise ValidationError(f"The node at {node.url} is draining: it takes no runs.")
+        if node.is_draining or not node.trains:
+            reason = "is draining" if node.is_draining else "only samples"
+            raise ValidationError(f"The node at {node.url} {reason}: it takes no runs.")
         return node
 
     def moves(self, node_id: str) -> list[tuple[Home, str]]:

@@ -31,7 +31,12 @@ def client_config(state: State, request: Request) -> Any:
     return {
         "parallel_fwdbwd_chunks": False,
         "custom_loss_server_side": False,
-        "tinkex": {"version": "testing", "stream": True, "tokenizers": bool(state.config.tokenizers)},
+        "tinkex": {
+            "version": "testing",
+            "stream": True,
+            "tokenizers": bool(state.config.tokenizers),
+            "run_records": True,
+        },
         **state.config.client_config,
     }
 
@@ -141,12 +146,55 @@ def _session_summary(state: State, session: Session) -> dict[str, Any]:
 
 
 def list_training_runs(state: State, request: Request) -> Any:
-    runs, cursor = _page(list(state.models.values()), request, 20)
+    """Filters by words, tag and archive; the real service has more."""
+    archived, words = request.query.get("archived", "no"), request.query.get("q", "").lower().split()
+    tag = request.query.get("tag")
+    matches = [
+        model
+        for model in state.models.values()
+        if archived == "all" or (model.archived is not None) == (archived == "only")
+        if tag is None or tag in model.tags
+        if all(word in f"{model.name} {model.id} {model.base_model} {model.tags}".lower() for word in words)
+    ]
+    runs, cursor = _page(matches, request, 20)
     return {"training_runs": [_run(state, model) for model in runs], "cursor": cursor}
 
 
 def get_training_run(state: State, request: Request) -> Any:
     return _run(state, known(state.models, request.parts["run_id"], "training run", "unknown_run"))
+
+
+def find_training_run(state: State, request: Request) -> Any:
+    """By id, path, `latest`, name, or the beginning of an id."""
+    text = request.query.get("run", "").removeprefix("tinker://").partition("/")[0]
+    newest = list(state.models.values())[::-1]
+    found = [model for model in newest if text in (model.id, model.name, "latest")][:1]
+    found = found or [model for model in newest if len(text) >= 4 and model.id.startswith(text)]
+    if len(found) > 1:
+        raise Refused(400, f"Several training runs begin with {text!r}", "ambiguous_run")
+    if not found:
+        raise Refused(404, f"training run {text!r} is not known", "unknown_run")
+    return _run(state, found[0])
+
+
+def update_training_run(state: State, request: Request) -> Any:
+    model = known(state.models, request.parts["run_id"], "training run", "unknown_run")
+    body = request.json
+    model.name, model.tags = body.get("name", model.name), body.get("tags", model.tags)
+    if "archived" in body:
+        model.archived = state.now() if body["archived"] else None
+    return _run(state, model)
+
+
+def delete_training_run(state: State, request: Request) -> Any:
+    model = known(state.models, request.parts["run_id"], "training run", "unknown_run")
+    saved = [path for path, checkpoint in state.checkpoints.items() if checkpoint.model is model]
+    if saved and request.query.get("force") != "true":
+        raise Refused(409, f"the run has checkpoints: {', '.join(saved)}", "run_in_use")
+    for path in saved:
+        del state.checkpoints[path]
+    del state.models[model.id]
+    return {"training_run_id": model.id, "checkpoints": saved, "samplers": 0, "operations": len(model.attempts)}
 
 
 def run_steps(state: State, request: Request) -> Any:
@@ -168,6 +216,12 @@ def _run(state: State, model: Model) -> dict[str, Any]:
         "last_checkpoint": newest.get("weights"),
         "last_sampler_checkpoint": newest.get("sampler_weights"),
         "user_metadata": model.user_metadata,
+        "name": model.name,
+        "tags": model.tags,
+        "status": "idle",
+        "steps": len(model.steps),
+        "loss": model.steps[-1]["loss"] if model.steps else None,
+        "archived_at": model.archived,
     }
 
 

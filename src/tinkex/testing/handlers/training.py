@@ -170,6 +170,8 @@ def _new_model(state: State, request: Request, body: dict[str, Any], base_model:
         queue=RunQueue(state.config.gap_s),
         created=future,
         last_request=state.now(),
+        name=(body.get("user_metadata") or {}).get("name"),
+        tags=[tag.strip() for tag in (body.get("user_metadata") or {}).get("tags", "").split(",") if tag.strip()],
     )
     if future.failure is not None:
         future.finish()

@@ -1,23 +1,15 @@
-"""Whom a request concerns, read without its data; and which node a sample goes to."""
+"""What a request is about, read without its data."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import Counter
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.unit.server.conftest import Served
-from tinkex.clock import REAL
-from tinkex.server.cluster.peers import Peers
-from tinkex.server.cluster.routing import Concern, concern_of
+from tinkex.server.cluster.concern import Concern, concern_of
 from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
-from tinkex.store.cluster.cluster_store import NodeRecord
-from tinkex.testing.clock import FakeClock
 from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.body import PROTOBUF
 
@@ -71,6 +63,14 @@ def test_a_request_concerns_what_its_json_names(served: Served, path: str, body:
     assert (found.kind, found.name) == (kind, name)
 
 
+def test_a_run_is_deleted_at_its_home_and_found_or_renamed_anywhere(served: Served) -> None:
+    found = concern(served, "training_runs/s%3Atrain%3A0", b"", "DELETE")
+    assert (found.kind, found.name, found.is_read) == ("run", "s:train:0", False)
+    assert concern(served, "training_runs/s:train:0", b"{}", "PATCH").kind == "none"
+    assert concern(served, "training_runs/find", b"", "GET").kind == "none"
+    assert concern(served, "training_runs/s:train:0/checkpoints/weights/a", b"", "DELETE").kind == "none"
+
+
 def test_the_steps_of_a_run_concern_it_and_a_list_of_runs_does_not(served: Served) -> None:
     assert concern(served, "training_runs/s%3Atrain%3A0/steps", b"", "GET").name == "s:train:0"
     assert concern(served, "training_runs/s:train:0/steps", b"", "GET") == Concern("run", "s:train:0", is_read=True)
@@ -118,46 +118,3 @@ def test_what_needs_a_model_names_it(served: Served) -> None:
     assert concern(served, "create_sampling_session", {"session_id": "s", "model_path": path}).checkpoint == path
     steps = concern(served, "training_runs/r/steps", b"", "GET")
     assert steps.is_read and not concern(served, "optim_step", {"model_id": "r"}).is_read
-
-
-def test_what_was_sent_to_a_node_counts_until_it_renews(served: Served) -> None:
-    """Its own number is some seconds old: without this, a burst of one prompt would all go to one node."""
-    rows = [NodeRecord(id=f"n{number}", url=f"http://n{number}", models=("tiny",), version="") for number in range(4)]
-    living = [replace(row, left_s=15.0) for row in rows]
-    clock = FakeClock()
-    reads = SimpleNamespace(list_nodes=lambda: living)
-
-    async def call(read: Any) -> Any:
-        return read()
-
-    async def choose(peers: Peers, times: int) -> list[str]:
-        return [cast(NodeRecord, await peers.choose("one prompt", "tiny", sequences=16)).id for _ in range(times)]
-
-    peers = Peers(clock, cast(Any, reads), cast(Any, call))
-    burst = asyncio.run(choose(peers, 40))
-    assert Counter(burst[:4]) == {burst[0]: 4}, "up to what an engine draws at the same time they stay together"
-    assert max(Counter(burst).values()) <= 14 and len(set(burst)) == 4
-    clock.advance(5.0)
-    living = [replace(row, left_s=15.0) for row in rows]  # all have renewed, and are idle
-    assert asyncio.run(choose(peers, 1)) == [burst[0]]
-
-
-def test_a_node_that_has_just_joined_is_found_at_once() -> None:
-    """Before, its samples were taken for lost for a second, and a client that asked again three times gave up."""
-    living = [NodeRecord(id="a" * 16, url="http://a", models=("tiny",), version="")]
-    reads = SimpleNamespace(list_nodes=lambda: list(living))
-    asked = 0
-
-    async def call(function: Any, *args: object) -> Any:
-        nonlocal asked
-        asked += 1
-        return function(*args)
-
-    async def find() -> list[str | None]:
-        peers = Peers(REAL, cast(Any, reads), cast(Any, call))
-        first = await peers.url_of("a" * 16)
-        living.append(NodeRecord(id="b" * 16, url="http://b", models=("tiny",), version=""))
-        return [first, await peers.url_of("b" * 16), await peers.url_of("a" * 16), await peers.url_of("c" * 16)]
-
-    assert asyncio.run(find()) == ["http://a", "http://b", "http://a", None]
-    assert asked == 3, "only a node that is not known is looked up again"

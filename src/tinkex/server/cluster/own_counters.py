@@ -1,4 +1,7 @@
-"""What the cluster counts, for Prometheus: claims of runs, writes that the fence refused, requests handed on."""
+"""What a server of a cluster counts of its own work: claims of runs, writes that the fence refused, requests handed on.
+
+Figures of all nodes are in `node_gauges`.
+"""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ class Node:
         self._db = Db(self._store.interrupt)
         self._clock, self._models, self._facts = clock, models, facts
         self.url, self._lease_s = config.node_url, config.node_lease_s
+        self._kind = "sample" if config.samples_only else "train"
         self.id = ""
         self.former_ids: set[str] = set()
         """Names that samples of this server may still have."""
@@ -63,6 +64,7 @@ class Node:
             url=self.url,
             models=tuple(self._models),
             version=__version__,
+            kind=self._kind,
             load=facts.operations,
             facts=facts,
         )

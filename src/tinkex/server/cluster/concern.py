@@ -39,6 +39,7 @@ ON_RESULTS = frozenset((endpoints.RETRIEVE_FUTURE.path, endpoints.CANCEL_FUTURE.
 ON_SAMPLERS = frozenset((endpoints.ASAMPLE.path, endpoints.SAMPLE_STREAM.path))
 READ = ON_RUNS | ON_RESULTS | ON_SAMPLERS | {endpoints.CREATE_MODEL.path, endpoints.CREATE_SAMPLING_SESSION.path}
 OPENAI = re.compile(r"(?:/v1|/oai/api/v1)/(?:chat/)?completions")
+RUN = re.compile(r"/api/v1/training_runs/([^/]+)")
 STEPS = re.compile(r"/api/v1/training_runs/([^/]+)/steps")
 TOKENIZERS = re.compile(r"/api/v1/tokenizers/(.+)/[^/]+")
 MODELS = re.compile(r"(?:/v1|/oai/api/v1)/models/(.+)")
@@ -85,6 +86,8 @@ async def concern_of(request: ApiRequest, path: str) -> Concern:
     """Return what a request is about. Its body is read only if it says so. Raises as a handler that reads it does."""
     if request.method == "GET":
         return _in_path(path)
+    if request.method == "DELETE" and (run := RUN.fullmatch(path)) is not None:
+        return Concern("run", unquote(run[1]))  # its home has the adapter, and the right to write
     if path in PASSES:
         content = await request.read_body()
         is_protobuf = PROTOBUF in request.headers.get("content-type", "").lower()
