@@ -67,7 +67,7 @@ export function runFilters(query, changed) {
     get isNarrow() {
       return offset > 0 || NAMES.some((name) => name !== "order" && chosen[name] !== "");
     },
-    query: (limit) => ({ ...chosen, limit, offset }),
+    query: (limit) => ({ ...chosen, limit, offset, brief: true }),
     setOffset(to) {
       offset = to;
       keep();
