@@ -61,7 +61,8 @@ def seed(folder: Path) -> float:
     finally:
         store.close()
     with sqlite3.connect(folder / DATABASE) as rows:
-        rows.execute("PRAGMA synchronous = OFF")
+        for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -200000"):
+            rows.execute(f"PRAGMA {setting}")
         for number in range(RUNS + 1):
             add_run(rows, number)
         rows.execute(ADD_OPERATIONS.replace("{which}", "<>"), {"operations": 2 * STEPS, "long": LONG})

@@ -70,7 +70,7 @@ def run_of(stage: Stage) -> str:
 
 
 PAGES: dict[str, tuple[str, list[str]]] = {
-    "runs": ("#/runs", ["proverbs", NASTY, "tinkex/tiny · rank 8", "Idle", str(STEPS)]),
+    "runs": ("#/runs", ["proverbs", NASTY, "tinkex/tiny · rank 8", "Any status", str(STEPS)]),
     "run": (
         "#/runs/{run}",
         ["proverbs", "Tokens per second", "Learning rate", "evaluation", "three proverbs", "grad_norm (max)"],

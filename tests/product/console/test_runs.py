@@ -224,6 +224,8 @@ def test_the_page_of_a_run_says_which_of_its_operations_failed(
     page.click(".notice a")
     page.wait_text("'tinker://nobody/weights/gone' is not known")
     assert "tinker://nobody/weights/lost" not in page.text()  # of another run
+    address = f"/api/v1/training_runs/{second.model_id}"
+    page.wait(lambda: page.texts(".heading .state") == [ask(stage.url, address)["status"].capitalize()], "its status")
 
 
 def test_a_mean_and_a_sum_have_different_names(page: Browser, stage: Stage) -> None:
