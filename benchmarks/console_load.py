@@ -46,8 +46,15 @@ SELECT runs.id || '-' || i, runs.id, 'local', i, CASE i % 2 WHEN 1 THEN 'forward
         || ',"weight:sum":512.0,"sampler_kl:mean":' || round(0.02 + abs(random() % 100) / 9000.0, 6)
         || ',"ratio:mean":' || round(1 + (random() % 100) / 5000.0, 6) || ',"clipped:mean":0.0125}'
     ELSE '{"learning_rate":0.0001,"step:max":' || (i / 2) || ',"grad_norm:max":'
-        || round(3 + abs(random() % 100) / 60.0, 6) || ',"update_norm:max":0.0213,"weight_norm:max":' || round(9 + i * 0.0001, 6) || '}' END
+        || round(3 + abs(random() % 100) / 60.0, 6) || ',"update_norm:max":0.0213,"weight_norm:max":'
+        || round(9 + i * 0.0001, 6) || '}' END
 FROM runs, n WHERE runs.id {which} :long
+"""
+
+COUNT_STEPS = """
+UPDATE runs SET steps = (SELECT count(*) FROM operations WHERE run_id = runs.id AND kind = 'optim_step'),
+    loss = (SELECT json_extract(metrics, '$."loss:sum"') / 512 FROM operations
+            WHERE run_id = runs.id AND kind = 'forward_backward' ORDER BY seq_id DESC LIMIT 1)
 """
 
 
@@ -67,6 +74,7 @@ def seed(folder: Path) -> float:
             add_run(rows, number)
         rows.execute(ADD_OPERATIONS.replace("{which}", "<>"), {"operations": 2 * STEPS, "long": LONG})
         rows.execute(ADD_OPERATIONS.replace("{which}", "="), {"operations": 2 * LONG_STEPS, "long": LONG})
+        rows.execute(COUNT_STEPS)
         rows.execute("ANALYZE")
     rows.close()
     return time.monotonic() - began
@@ -91,6 +99,7 @@ def add_run(rows: sqlite3.Connection, number: int) -> None:
         for name in RunRecord.__slots__
         if (value := getattr(run, name)) is not None and isinstance(value, str | int | float)
     }
+    values |= {"name": "long" if number == 0 else f"sweep {number}", "tags": '["seeded"]'}
     values["user_metadata"] = '{"name":"long"}' if number == 0 else f'{{"name":"sweep {number}","task":"benchmark"}}'
     places = ", ".join(f":{name}" for name in values)
     rows.execute(f"INSERT INTO runs ({', '.join(values)}) VALUES ({places})", values)
