@@ -21,24 +21,24 @@ def journal(steps: int) -> list[OperationRecord]:
     """Steps of one to three passes, some with an evaluation, some with a failed pass, some after a save."""
     rows = [operation(0, RUN, kind="create_model", state="done", finished_at=10.0)]
 
-    def add(kind: str, tokens: int = 0, state: str = "done", **metrics: float) -> None:
+    def add(kind: str, tokens: int = 0, metrics: dict[str, float] | None = None, state: str = "done") -> None:
         number = len(rows)
         row = operation(
-            number, RUN, kind=kind, state=state, tokens=tokens, engine_s=0.25, metrics=metrics or None,
+            number, RUN, kind=kind, state=state, tokens=tokens, engine_s=0.25, metrics=metrics,
             finished_at=12.0 + 1.5 * number,
         )  # fmt: skip
         rows.append(row)
 
     for step in range(1, steps + 1):
         for part in range(1 + step % 3):
-            add("forward_backward", 10 * step + part, **{"loss:sum": 9.0 + part, "weight:sum": float(step)})
+            add("forward_backward", 10 * step + part, {"loss:sum": 9.0 + part, "weight:sum": float(step)})
         if step % 5 == 0:
-            add("forward", 7, **{"loss:sum": 4.0, "weight:sum": 2.0})
+            add("forward", 7, {"loss:sum": 4.0, "weight:sum": 2.0})
         if step % 11 == 0:
-            add("forward_backward", 5, "failed")
+            add("forward_backward", 5, state="failed")
         if step % 7 == 0:
             add("save_weights")
-        add("optim_step", **{"learning_rate": 1e-3 / step, "grad_norm:max": float(step)})
+        add("optim_step", 0, {"learning_rate": 1e-3 / step, "grad_norm:max": float(step)})
     return rows
 
 
