@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import tinkex
 from benchmarks.client_cost import commit, cpu_model
 from benchmarks.hostile_clients import HostileClient
+from benchmarks.memory_curve import Reading, memory_lines
 from tests.integration.service.live import LiveServer
 
 RESULTS = Path(__file__).parent / "results" / "hostile_load.md"
@@ -167,8 +168,7 @@ class Gauges:
 
     def __init__(self, server: LiveServer) -> None:
         self._server, self._is_over = server, threading.Event()
-        self.memory_mb: list[tuple[float, float, float]] = []
-        """When (monotonic), and the memory of server and engine."""
+        self.readings: list[Reading] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -177,7 +177,7 @@ class Gauges:
             process = self._server.process
             if process is not None:
                 pids = (process.pid, self._server.engine_pid())
-                self.memory_mb.append((time.monotonic(), *(_memory_mb(pid) for pid in pids)))  # type: ignore[arg-type]
+                self.readings.append(Reading(time.monotonic(), *map(_memory_mb, pids)))
 
     def stop(self) -> None:
         self._is_over.set()
@@ -264,7 +264,7 @@ def _run(server: LiveServer, clients: int, seconds: float, hostile: int) -> str:
     driven, missing = _collect(drivers)
     gauges.stop()
     returned: Counter[str] = sum((attacker.statuses for attacker in attackers), Counter())
-    return report(clients, hostile, phases, driven, missing, gauges.memory_mb, returned)
+    return report(clients, hostile, phases, driven, missing, gauges.readings, returned)
 
 
 def _start_drivers(url: str, clients: int, end_at: float) -> list[tuple[Any, Connection]]:
@@ -313,7 +313,7 @@ def report(
     phases: list[Phase],
     driven: Driven,
     missing: int,
-    memory_mb: list[tuple[float, float, float]],
+    readings: list[Reading],
     returned: Counter[str],
 ) -> str:
     beside = phases[1]
@@ -337,7 +337,7 @@ def report(
     lines += ["", "| | alone | with hostile clients |", "|---|---|---|"]
     for name, cells in _facts(driven, phases).items():
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", *_memory_lines(memory_mb, phases), ""]
+    lines += ["", *memory_lines(readings, {phase.name: (phase.began, phase.ended) for phase in phases}), ""]
     if missing:
         lines += [f"**{missing} of {DRIVERS} drivers did not report.**", ""]
     kinds = Counter(text.split(":")[0] for at, text in driven.errors)
@@ -370,23 +370,6 @@ def _facts(driven: Driven, phases: list[Phase]) -> dict[str, list[str]]:
         }.items():
             facts.setdefault(name, []).append(cell)
     return facts
-
-
-def _memory_lines(memory_mb: list[tuple[float, float, float]], phases: list[Phase]) -> list[str]:
-    moments = {
-        "after the warm-up": phases[0].began,
-        "before the hostile clients": phases[1].began - 1.5,
-        "in their middle": (phases[1].began + phases[1].ended) / 2,
-        "at the end": phases[1].ended - 1.5,
-    }
-    lines = ["| memory (RSS) | server | engine |", "|---|---|---|"]
-    for name, moment in moments.items():
-        row = min(memory_mb, key=lambda row: abs(row[0] - moment), default=(0.0, 0.0, 0.0))
-        lines.append(f"| {name} | {row[1]:.0f} MB | {row[2]:.0f} MB |")
-    if memory_mb:
-        most = [max(row[column] for row in memory_mb) for column in (1, 2)]
-        lines.append(f"| at most | {most[0]:.0f} MB | {most[1]:.0f} MB |")
-    return lines
 
 
 def _within(rows: list[tuple[float, float]], phase: Phase) -> list[float]:

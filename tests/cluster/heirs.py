@@ -18,7 +18,7 @@ from tests.cluster.servers import Cluster, Server
 
 WITHIN_S = 30.0
 """How long a fault waits for what has to be so before it goes on."""
-QUIET_S = 2.0
+QUIET_S = 4.0
 """After so long without a training request, clients have sent all that they send before they wait for results."""
 _LIVES = "nodes.until > extract(epoch from clock_timestamp())"
 _HOME = "homes JOIN nodes ON nodes.id = homes.node"

@@ -73,9 +73,13 @@ LONG_AWAY = "bucket away"
 LONG_AWAY_S = 60.0
 ONE_LONG_IN = 25
 """In one schedule of so many, the bucket is away for a whole minute, and nothing else happens."""
-DIRECTED = ("silence with work in hand, then lose its heir", "freeze idle node, then lose its heir")
+DIRECTED = {"silence with work in hand, then lose its heir": 0.0, "freeze idle node, then lose its heir": 10.0}
+"""Kinds that show one protection each (`tests.faults.broken`), and after how many seconds of work a run is snapshotted.
+
+At once: an old snapshot is written late, and the commands are deleted that a replay would need. Never: the write of a
+snapshot would tell the node that its idle run was elsewhere."""
 ONE_DIRECTED_IN = 10
-"""In one schedule of so many one of these happens and nothing else, in turn. Each shows one protection (`broken`)."""
+"""In one schedule of so many one of these happens and nothing else, in turn."""
 AMOUNTS: dict[str, tuple[float, ...]] = {
     "skew clock": (-10.0, 10.0),
     # How long the node is awake before its heir is lost: before and after it knows that it was given up.

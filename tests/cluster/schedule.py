@@ -90,15 +90,15 @@ def schedule_of(seed: int, *, is_long: bool = False) -> ClusterSchedule:
     )
     if seed % ONE_DIRECTED_IN != ONE_DIRECTED_IN // 2:
         return schedule
+    kind = list(DIRECTED)[seed // ONE_DIRECTED_IN % len(DIRECTED)]
     fault = ClusterFault(
-        kind=DIRECTED[seed // ONE_DIRECTED_IN % len(DIRECTED)],
+        kind=kind,
         at=dice.randrange(requests // 5, requests // 2),
         delay_s=0.0,
         seconds=0.0,
         server=dice.randrange(nodes),
     )
-    # A snapshot after each operation: an old one is written late, and commands are deleted that a replay would need.
-    return replace(schedule, snapshot_every_s=0.0, faults=(fault,), network=())
+    return replace(schedule, snapshot_every_s=DIRECTED[kind], faults=(fault,), network=())
 
 
 def _faults(dice: random.Random, seed: int, requests: int, servers: dict[Role, int]) -> tuple[ClusterFault, ...]:

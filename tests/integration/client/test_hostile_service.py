@@ -239,14 +239,15 @@ def result_error(service: ScriptedService, connect: Connect, answer: Answer, *, 
     return error
 
 
+@pytest.mark.parametrize("count", [1_000_000, 1 << 40])
 def test_25_bytes_that_claim_a_million_datums_do_not_eat_the_memory(
-    proto_service: ScriptedService, connect: Connect
+    proto_service: ScriptedService, connect: Connect, count: int
 ) -> None:
-    record = pb.ArrayRecord(num_datums=1_000_000)
+    record = pb.ArrayRecord(num_datums=count)
     content = pb.ForwardBackwardOutput(loss_fn_outputs=[record]).SerializeToString()
     assert len(content) < 25
     error = result_error(proto_service, connect, Answer(content, PROTOBUF))
-    assert "1000000 outputs for 2 datums" in str(error)
+    assert f"{count} outputs for 2 datums" in str(error)
 
 
 def test_outputs_that_were_not_asked_for_are_rejected(proto_service: ScriptedService, connect: Connect) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
+
+from tinkex.launch import ray_cluster
 
 from .conftest import Tinkex
 
@@ -25,6 +28,21 @@ def test_without_ray_the_command_says_what_to_install(run: Tinkex, monkeypatch: 
     assert done.code == 1
     assert "pip install 'tinkex[ray]'" in done.err
     assert "the-password" not in done.out + done.err
+
+
+def test_the_shapes_of_nodes_reach_ray(run: Tinkex, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def scale(address: str, config: Any, *rest: Any, **options: Any) -> list[Any]:
+        asked.append(rest)
+        return []
+
+    monkeypatch.setattr(ray_cluster, "scale", scale)
+    assert run("cluster", "up", "--train", "2xCPU:1", "--sample", "1xGPU:2").code == 0
+    assert run("cluster", "up", "--train", "1xCPU:1", "--fronts", "3").code == 0
+    train, sample, fronts = asked[0]
+    assert (train.count, sample.count, sample.kind, sample.each, fronts) == (2, 1, "GPU", 2, 1)
+    assert (asked[1][1].count, asked[1][2]) == (0, 3)
 
 
 def test_a_number_of_fronts_below_none_is_refused(run: Tinkex) -> None:

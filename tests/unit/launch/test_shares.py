@@ -5,12 +5,17 @@ from __future__ import annotations
 import socket
 import stat
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from tinkex.errors import ConfigError
+from tinkex.launch import ray_cluster
 from tinkex.launch.engines import serve_engines
+from tinkex.launch.kept_server import ServerState
 from tinkex.launch.ray_cluster import Shape, of_training_node, read_shape
 from tinkex.launch.ray_node import NodeOrder
 from tinkex.launch.settings_of_nodes import free_port, front_settings, node_settings, own_secret
@@ -148,6 +153,40 @@ def test_nodes_that_train_leave_vllm_to_nodes_that_only_sample_and_save_what_it_
     alone, beside = (of_training_node(both, has_samplers=has_samplers) for has_samplers in (False, True))
     assert (alone.sampler, beside.sampler, beside.proofs) == ("vllm", "own", True)
     assert of_training_node(ServeConfig(), has_samplers=True) == ServeConfig()
+
+
+def test_ray_gets_nodes_that_train_nodes_that_only_sample_and_fronts(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, tuple[ServeConfig, Shape | None]] = {}
+
+    class Fleet:
+        names: ClassVar[set[str]] = {"train-0", "sample-7"}
+
+        def __init__(self, *_: object) -> None: ...
+
+        def retire(self, store: object, names: list[str], wait_s: float) -> list[str]:
+            return names
+
+        def launch(self, name: str, config: ServeConfig, shape: Shape | None) -> None:
+            launched[name] = (config, shape)
+
+        def wait_until_ready(self, names: list[str], wait_s: float) -> list[ServerState]:
+            return [ServerState(name=name, is_ready=True) for name in names]
+
+    store = SimpleNamespace(has_keys=lambda: True, list_nodes=list, shared_secret=lambda name, proposed: SECRET)
+    monkeypatch.setattr(ray_cluster, "_Fleet", Fleet)
+    monkeypatch.setattr(ray_cluster, "_connected", lambda *_: nullcontext(SimpleNamespace(nodes=list)))
+    monkeypatch.setattr(ray_cluster, "_store", lambda _: nullcontext(store))
+    config = ServeConfig(database_url=SHARED, sampler="vllm")
+    states = ray_cluster.scale(
+        "auto", config, Shape(count=2), Shape(count=1, kind="GPU"), 1, wait_s=1, report=lambda _: None
+    )
+    assert [state.name for state in states] == ["train-0", "train-1", "sample-0", "front-0", "sample-7"]
+    assert {name: shape and shape.kind for name, (_, shape) in launched.items()} == {
+        "train-1": "CPU", "sample-0": "GPU", "front-0": None,
+    }  # fmt: skip
+    settings = {name: (given.samples_only, given.sampler) for name, (given, _) in launched.items()}
+    assert settings["train-1"] == (False, "own") and settings["sample-0"] == (True, "vllm")
+    assert {given.cluster_secret for given, _ in launched.values()} == {SECRET}
 
 
 def test_what_ray_may_show_of_an_order_has_no_secret() -> None:

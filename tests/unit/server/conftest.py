@@ -79,6 +79,12 @@ class QuietWorker:
         self.paused.pop(cause, None)
 
 
+class NoSamples:
+    """A queue of samples in which the janitor finds nothing."""
+
+    async def drop_expired(self) -> None: ...
+
+
 class Served:
     """The service, its address, and what tests do with it."""
 
@@ -105,7 +111,7 @@ class Served:
             intake=absent,
             worker=cast(Any, self.worker),
             waiters=absent,
-            sampling=absent,
+            sampling=cast(Any, NoSamples()),
             tokenizers=absent,
             metrics=metrics,
             ledger=(ledger := Ledger(config, self.clock, metrics.limit_rejection)),

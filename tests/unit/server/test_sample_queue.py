@@ -15,10 +15,13 @@ from tests.unit.server.test_worker import TINY, running, scenario
 from tinkex.engine.contract import OutOfMemory, Sampled, SampleEvent, SampleSpec, SequenceOutput
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.routes import sampling as routes
-from tinkex.server.sampling import finished_samples, sample_queue
+from tinkex.server.sampling import completions, finished_samples
 from tinkex.server.sampling.finished_samples import FinishedSamples
 from tinkex.server.sampling.sample_queue import PolledSample, SampleTarget
 from tinkex.server.service import Service
+from tinkex.server.training.waiters import wait_in
+from tinkex.server.upkeep.janitor import Janitor
+from tinkex.testing import FakeClock
 from tinkex.types.sampling import TopkLogprobs
 
 TARGET = SampleTarget(TINY)
@@ -95,17 +98,17 @@ async def test_finished_samples_are_listed_by_cursor_and_old_samplers_are_forgot
     async with running(tmp_path, FakeEngine()) as service:
         first = submit(service)
         await service.sampling.wait(first, 5)
-        found, cursor = await service.sampling.completed("sampler", 0, 0.01)
+        found, cursor = await service.sampling.completions.since("sampler", 0, 0.01)
         assert found == [(first.id, "finished")]
-        assert await service.sampling.completed("sampler", cursor, 0.01) == ([], cursor)
-        for number in range(sample_queue.MOST_SAMPLERS):
-            await service.sampling.completed(f"other {number}", 0, 0.0)
+        assert await service.sampling.completions.since("sampler", cursor, 0.01) == ([], cursor)
+        for number in range(completions.MOST_SAMPLERS):
+            await service.sampling.completions.since(f"other {number}", 0, 0.0)
         second = submit(service)
         await service.sampling.wait(second, 5)
-        found, later = await service.sampling.completed("sampler", cursor, 0.01)
+        found, later = await service.sampling.completions.since("sampler", cursor, 0.01)
         assert found == [(second.id, "finished")], "a cursor from before it was forgotten skips nothing"
         assert later > cursor
-        assert len(service.sampling._completions) <= sample_queue.MOST_SAMPLERS
+        assert len(service.sampling.completions) <= completions.MOST_SAMPLERS
 
 
 @scenario
@@ -190,8 +193,88 @@ def test_beyond_the_budget_the_tenant_with_the_most_bytes_loses_its_oldest() -> 
     assert list(finished.add("bob", "b3", part, 4)) == ["b0"]
     assert list(finished.add("alice", "a2", 10, 5)) == []
     assert list(finished.add("carol", "c1", 2 * part, 6)) == ["b1", "b2"]
-    # a quarter of an hour later, whoever's they are
-    assert sorted(finished.add("alice", "a3", 10, 5 + finished_samples.KEPT_S)) == ["a1", "a2", "b3"]
+    assert finished.size_bytes == 3 * part + 20
+
+
+def test_results_leave_when_their_time_is_over() -> None:
+    """Before: all of them stayed for a quarter of an hour, and the last ones until the next sample."""
+    finished = FinishedSamples()
+    large = finished_samples.LARGE_BYTES + 1
+    for name, size in (("asked", 10), ("waiting", 10), ("large", large), ("large and asked", large)):
+        assert list(finished.add("alice", name, size, 0)) == []
+    briefly, later = finished_samples.BRIEFLY_S, finished_samples.BRIEFLY_S + 5
+    finished.note_asked("alice", "asked", 5)
+    finished.note_asked("alice", "large and asked", 5)
+    assert list(finished.expired(briefly - 1)) == []
+    assert list(finished.expired(briefly)) == ["large"]
+    finished.note_asked("alice", "asked", briefly)
+    assert list(finished.expired(later)) == ["large and asked"]
+    assert list(finished.expired(2 * briefly)) == ["asked"], "asking again keeps it longer"
+    assert list(finished.expired(finished_samples.KEPT_S)) == ["waiting"], "its client has not asked yet"
+    assert finished.size_bytes == 0
+
+
+@scenario
+async def test_what_is_kept_of_samples_does_not_grow_with_their_number(tmp_path: Path) -> None:
+    """Before: fetched results stayed for a quarter of an hour, and their ids for ever: 10 MB per minute."""
+    clock = FakeClock()
+    async with running(tmp_path, FakeEngine(), clock=clock) as service:
+
+        async def fetch(count: int) -> None:
+            for number in range(count):
+                sample = service.sampling.submit("t", "sampler", TARGET, spec(), f"key {clock.now()} {number}", None)
+                await service.sampling.wait(sample, 5)
+                assert sample.result is not None
+
+        janitor = Janitor(service, lambda folder: 10**12, started_at=0.0)
+        await fetch(20)
+        _, cursor = await service.sampling.completions.since("sampler", 0, 0.01)
+        for _ in range(3):
+            clock.advance(finished_samples.BRIEFLY_S)
+            await fetch(20)
+            await janitor.tick()
+            assert len(service.sampling._samples) == len(service.sampling._by_key) == 20
+            listed, cursor = await service.sampling.completions.since("sampler", cursor, 0.01)
+            assert len(listed) == 20
+        assert len((await service.sampling.completions.since("sampler", 0, 0.01))[0]) == 20
+        clock.advance(finished_samples.BRIEFLY_S)
+        await janitor.tick()
+        assert not service.sampling._samples, "also when no other sample comes"
+
+
+@scenario
+async def test_a_result_that_nobody_asked_for_waits_for_its_client(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running(tmp_path, FakeEngine(), clock=clock) as service:
+        sample = submit(service)
+        await wait_in(sample.waiters, 5)  # as the queue sees it, not its client
+        assert sample.is_done
+        clock.advance(finished_samples.KEPT_S - 1)
+        await service.sampling.drop_expired()
+        assert service.sampling.find("t", sample.id) is sample
+        await service.sampling.wait(sample, 5)
+        clock.advance(finished_samples.BRIEFLY_S - 1)
+        await service.sampling.drop_expired()
+        assert service.sampling.find("t", sample.id) is sample, "the response may have been lost"
+        clock.advance(1)
+        await service.sampling.drop_expired()
+        assert service.sampling.find("t", sample.id) is None
+
+
+@scenario
+async def test_others_are_served_while_many_results_are_dropped(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running(tmp_path, FakeEngine(), clock=clock) as service:
+        for number in range(2000):
+            sample = PolledSample(f"sample-{number}", "t", "sampler", None, 1)
+            service.sampling._samples[sample.id] = sample
+            service.sampling._settle(sample, error=("Cancelled by the client.", "user"))
+        clock.advance(finished_samples.KEPT_S)
+        dropping = asyncio.create_task(service.sampling.drop_expired())
+        await asyncio.sleep(0)
+        assert 0 < len(service.sampling._samples) < 2000
+        await dropping
+        assert not service.sampling._samples
 
 
 def test_a_dropped_sample_costs_the_same_however_many_wait() -> None:
@@ -207,6 +290,7 @@ async def test_a_dropped_sample_leaves_the_key_to_the_attempt_after_it(tmp_path:
         assert first.job is not None
         service.sampling._cancel(first.job)
         service.sampling._settle(first, error=("lost", "server"))
+        await service.sampling.wait(first, 5)
         second = service.sampling.submit("t", "sampler", TARGET, spec(), "key", None)
         await service.sampling.wait(second, 5)
         size = finished_samples.KEPT_BYTES - first.size_bytes - 2 * second.size_bytes + 500  # a little too much

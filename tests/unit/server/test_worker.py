@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.unit.server.fake_engine import FakeEngine
-from tinkex.clock import REAL
+from tinkex.clock import REAL, Clock
 from tinkex.engine.contract import ModelInfo
 from tinkex.engine.frames import Frame
 from tinkex.server.http.errors import RequestRejected, bad_request
@@ -33,12 +33,17 @@ TINY = ModelInfo(name="tinkex/tiny", folder="", vocab_size=300, max_context_leng
 
 @asynccontextmanager
 async def running(
-    data_dir: Path, engine: FakeEngine, model: ModelInfo = TINY, bucket: Bucket | None = None, **settings: Any
+    data_dir: Path,
+    engine: FakeEngine,
+    model: ModelInfo = TINY,
+    bucket: Bucket | None = None,
+    clock: Clock = REAL,
+    **settings: Any,
 ) -> AsyncIterator[Service]:
     defaults: dict[str, Any] = {"base_models": ("tinkex/tiny",), "gap_s": 0.2, "poll_hold_s": 5.0}
     config = ServeConfig(data_dir=data_dir, **{**defaults, **settings})
     store = Store.open(config.database_url, data_dir, bucket=bucket, cache_bytes=10**9)
-    service = build(config, [model], store, engine)
+    service = build(config, [model], store, engine, clock)
     await service.worker.resume()
     loop = asyncio.create_task(service.worker.run())
     try:

@@ -67,6 +67,12 @@ class HopResponse:
         self._is_chunked = any(name == b"transfer-encoding" and b"chunked" in value.lower() for name, value in headers)
         self._is_kept = not any(name == b"connection" and value.lower() == b"close" for name, value in headers)
 
+    async def short_body(self) -> bytes | None:
+        """Return the whole body if it is known to be short, else None: then `pieces` has it."""
+        if self._is_chunked or self._length is None or self._length > PIECE_BYTES:
+            return None
+        return b"".join([piece async for piece in self.pieces()])
+
     async def pieces(self) -> AsyncIterator[bytes]:
         try:
             if self._is_chunked:
@@ -234,6 +240,10 @@ def _is_sized(headers: Headers) -> bool:
 async def _write(
     writer: asyncio.StreamWriter, head: bytes, body: bytes | AsyncIterator[bytes], *, is_chunked: bool
 ) -> None:
+    if isinstance(body, bytes) and len(body) <= PIECE_BYTES:
+        writer.write(head + body)  # in one packet: the other node wakes up once
+        await _drain(writer)
+        return
     writer.write(head)
     if isinstance(body, bytes):
         view = memoryview(body)

@@ -142,17 +142,22 @@ class ClusterMiddleware:
             lives = partial(self._switch.lives, url)
             sending = self._hops.send(url, request.method, target, headers, body, lives)
             response = await (_unless_left(request, sending) if isinstance(body, bytes) else sending)
+            short_body = await response.short_body()
         except HopFailed as error:
             self._counters.forwarded(is_answered=False)
             self._homes.forget_place(concern.name)
             await self._respond_unreachable(request, path, url, error, send)
             return
         self._counters.forwarded(is_answered=True)
-        await self._relay(request, concern, response, send)
+        await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
+        if short_body is None:
+            await self._relay(request, concern, response, send)
+            return
+        await send({"type": "http.response.body", "body": short_body, "more_body": False})
+        self._note_operation(concern, response.status, short_body)
 
     async def _relay(self, request: ApiRequest, concern: Concern, response: HopResponse, send: Send) -> None:
-        """Stream a response back; stop the other node if the client leaves."""
-        await send({"type": "http.response.start", "status": response.status, "headers": response.headers})
+        """Stream a long response back; stop the other node if the client leaves."""
         relaying = asyncio.create_task(self._send_pieces(concern, response, send))
         leaving = asyncio.create_task(_disconnected(request.receive))
         try:
@@ -173,16 +178,18 @@ class ClusterMiddleware:
                 noted += piece
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        if concern.kind in ("run", "new_run") and response.status == 200 and len(noted) <= MAX_NOTED_BYTES:
-            self._note_operation(concern.name, bytes(noted))
+        self._note_operation(concern, response.status, bytes(noted))
 
-    def _note_operation(self, run_id: str, content: bytes) -> None:
+    def _note_operation(self, concern: Concern, status: int, content: bytes) -> None:
+        """Remember which run an operation is of, for the polls that ask for its result."""
+        if concern.kind not in ("run", "new_run") or status != 200 or len(content) > MAX_NOTED_BYTES:
+            return
         try:
             fields = orjson.loads(content)
         except orjson.JSONDecodeError:
             return
         if isinstance(fields, dict) and isinstance(request_id := fields.get("request_id"), str):
-            self._switch.remember(request_id, run_id)
+            self._switch.remember(request_id, concern.name)
 
     async def _respond_unreachable(
         self, request: ApiRequest, path: str, url: str, error: HopFailed, send: Send

@@ -177,7 +177,7 @@ async def retrieve_futures(request: ApiRequest) -> Response:
     if isinstance(cursor, bool) or not isinstance(cursor, int):
         raise bad_request("prev_cursor must be a whole number.", "bad_cursor")
     hold_s = service.waiters.hold_s(service.config.poll_hold_s)
-    completed, cursor = await service.sampling.completed(str(sampler_id), cursor, hold_s)
+    completed, cursor = await service.sampling.completions.since(str(sampler_id), cursor, hold_s)
     completions = [{"state": state, "request_id": request_id} for request_id, state in completed]
     return json_response({"completions": completions, "cursor": cursor})
 

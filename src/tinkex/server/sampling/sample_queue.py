@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 from tinkex.clock import Clock
@@ -32,6 +32,7 @@ from tinkex.engine.contract import (
 from tinkex.server.http.errors import bad_request, not_found
 from tinkex.server.http.metrics import Metrics
 from tinkex.server.limits.ledger import Ledger
+from tinkex.server.sampling.completions import Completions
 from tinkex.server.sampling.finished_samples import FinishedSamples
 from tinkex.server.sampling.stream_buffer import StreamBuffer
 from tinkex.server.training.waiters import wait_in, wake
@@ -52,12 +53,11 @@ NUMBER_BYTES = 32
 """What a Python number takes in memory."""
 TARGET_BYTES = 56
 """What a target takes in a request: it is packed twice, and twice a Python number."""
-MOST_SAMPLERS = 1000
-"""Samplers whose finished requests are listed by cursor: those that finished one last."""
-MOST_COMPLETIONS = 20_000
 MOST_DEATHS = 2
 """Fewer than for a training operation: a sample that kills the engine must not use up the operations' chances."""
 MOST_CHECKED = 10_000
+DROPPED_AT_ONCE = 500
+"""Results: two milliseconds."""
 MOST_EVICTED = 8
 """For a sample that runs out of memory 2, 4 and then 8 idle training runs leave the engine, and it is tried again."""
 CHECKED_S = 1.0
@@ -147,23 +147,6 @@ class PolledSample:
         return size + 500 * len(result.sequences) + NUMBER_BYTES * len(result.prompt_logprobs or ()) + result.nbytes
 
 
-class Completions:
-    """The finished requests of one sampler, in order, for clients that poll for many results at once."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        """The cursor of the first entry that is remembered."""
-        self.ids: deque[tuple[str, Literal["finished", "failed"]]] = deque()
-        self.waiters: set[asyncio.Future[None]] = set()
-
-    def add(self, request_id: str, state: Literal["finished", "failed"]) -> None:
-        self.ids.append((request_id, state))
-        while len(self.ids) > MOST_COMPLETIONS:
-            self.ids.popleft()
-            self.first += 1
-        wake(self.waiters)
-
-
 class Sampling:
     def __init__(
         self,
@@ -196,7 +179,7 @@ class Sampling:
         self._samples: dict[str, PolledSample] = {}
         self._by_key: dict[object, PolledSample] = {}
         self._finished = FinishedSamples()
-        self._completions: OrderedDict[str, Completions] = OrderedDict()
+        self.completions = Completions(clock)
         self._checked: dict[str, tuple[float, SamplerRecord, SampleTarget]] = {}
         """Sampler → when it was looked up, and what it is. The one that was looked up last is the last."""
 
@@ -301,21 +284,11 @@ class Sampling:
         return sample if sample is not None and sample.tenant == tenant else None
 
     async def wait(self, sample: PolledSample, seconds: float) -> None:
-        """Wait until it is done or the time is up."""
+        """Wait for its client until it is done or the time is up."""
         if not sample.is_done:
             await wait_in(sample.waiters, seconds)
-
-    async def completed(
-        self, sampler_id: str, cursor: int, seconds: float
-    ) -> tuple[list[tuple[str, Literal["finished", "failed"]]], int]:
-        """Return the requests that finished since the cursor, and the next cursor. Waits if there are none yet."""
-        done = self._completions_of(sampler_id)
-        if cursor > done.first + len(done.ids) or cursor < 0:
-            cursor = done.first  # a cursor from before a restart: begin again, the client knows what it has
-        if cursor >= done.first + len(done.ids):
-            await wait_in(done.waiters, seconds)
-        start = max(cursor - done.first, 0)
-        return list(done.ids)[start:], done.first + len(done.ids)
+        if sample.is_done and sample.id in self._samples:
+            self._finished.note_asked(sample.tenant, sample.id, self._clock.now())
 
     def cancel(self, sample: PolledSample) -> None:
         if sample.job is not None:
@@ -339,23 +312,23 @@ class Sampling:
             sample.targets_layout = None
         wake(sample.waiters)
         if sample.sampler_id:
-            self._completions_of(sample.sampler_id).add(sample.id, "finished" if sample.error is None else "failed")
+            self.completions.add(sample.sampler_id, sample.id, "finished" if sample.error is None else "failed")
         for sample_id in self._finished.add(sample.tenant, sample.id, sample.size_bytes, sample.finished):
-            dropped = self._samples.pop(sample_id)
-            if self._by_key.get(dropped.key) is dropped:  # not that of a later attempt
-                del self._by_key[dropped.key]
+            self._drop(sample_id)
 
-    def _completions_of(self, sampler_id: str) -> Completions:
-        if sampler_id not in self._completions:
-            # Cursors begin at the time of day: one from before a restart, or before this was forgotten, is below all.
-            self._completions[sampler_id] = Completions(int(self._clock.wall() * 1e6))
-        self._completions.move_to_end(sampler_id)
-        while len(self._completions) > MOST_SAMPLERS:
-            oldest = next(iter(self._completions))
-            if self._completions[oldest].waiters:
-                break
-            del self._completions[oldest]
-        return self._completions[sampler_id]
+    async def drop_expired(self) -> None:
+        """Drop the results whose time is over, in pieces: all that a busy service drew in half a minute, it may be."""
+        for number, sample_id in enumerate(self._finished.expired(self._clock.now()), 1):
+            self._drop(sample_id)
+            if number % DROPPED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _drop(self, sample_id: str) -> None:
+        dropped = self._samples.pop(sample_id)
+        if self._by_key.get(dropped.key) is dropped:  # not that of a later attempt
+            del self._by_key[dropped.key]
+        if dropped.sampler_id:
+            self.completions.forget(dropped.sampler_id, self._samples)
 
     # ── Requests that are streamed
 
@@ -490,8 +463,7 @@ class Sampling:
         """Let all polls respond with what is known now, because the service is shutting down."""
         for sample in self._samples.values():
             wake(sample.waiters)
-        for done in self._completions.values():
-            wake(done.waiters)
+        self.completions.wake_all()
 
     async def drain(self, seconds: float) -> None:
         """Give the samples in the engine so many seconds to finish."""

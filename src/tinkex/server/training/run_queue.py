@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from tinkex.store.records import Home, OperationRecord, RunRecord
 
-MOST_TAKEN = 10_000
-"""Numbers of a run that are remembered here; the journal knows older ones."""
+MOST_TAKEN = 200
+"""Numbers of a run that are remembered here, more than a client repeats; the journal knows older ones. Each takes 400
+bytes: with 10,000 of them a run that went on for a day took 4 MB, and a thousand runs 4 GB."""
 
 MOST_REJECTED = 1000
 """Rejected numbers of a run that are remembered, here and in the journal. A run waits for one that was forgotten, as it

@@ -68,6 +68,7 @@ class Janitor:
             self._clean_up_shared,
             self._evict_idle_runs,
             self._forget_idle_queues,
+            self._drop_expired_samples,
             self._watch_disk,
             self._report_rejected_keys,
         )
@@ -120,6 +121,9 @@ class Janitor:
 
     async def _forget_idle_queues(self) -> None:
         self._service.worker.forget_idle_queues()
+
+    async def _drop_expired_samples(self) -> None:
+        await self._service.sampling.drop_expired()
 
     async def _report_rejected_keys(self) -> None:
         self._service.access.rejected_keys.report()
