@@ -273,7 +273,8 @@ def test_metrics_and_samples_of_ones_own_are_drawn_and_listed(page: Browser, sta
 
 
 def negative_mean(_: list[tinkex.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    return -torch.stack([row.mean() for row in logprobs]).sum(), {}
+    loss = -torch.stack([row.mean() for row in logprobs]).sum()
+    return loss, {"halved": float(loss.detach()) / 2}
 
 
 def test_the_loss_of_a_custom_loss_is_drawn_as_the_program_computed_it(page: Browser, stage: Stage) -> None:
@@ -288,5 +289,7 @@ def test_the_loss_of_a_custom_loss_is_drawn_as_the_program_computed_it(page: Bro
     page.wait(lambda: page.texts(".plot h3")[0] == "Loss", "a loss that is no mean per token")
     assert float(fact(page, "Loss")) == pytest.approx(returned[-1], rel=1e-3) and returned[-1] < returned[0]
     assert "evaluation" not in drawn(page)[0]
+    [readout] = page.texts("section[aria-label='Your metrics'] .readout")
+    assert float(readout.removeprefix("latest").strip()) == pytest.approx(returned[-1] / 2, rel=1e-3)
     cells = page.texts(".parameters tbody td")
     assert cells[cells.index("Loss function") + 1] == "custom"

@@ -4,9 +4,11 @@ import { duration, measure, rate, short, value } from "./format.js";
 
 export const GROUPS = ["Loss", "Your metrics", "Policy", "Optimizer", "Speed", "Machine", "Other metrics of the service"];
 const OWN = "Your metrics";
+const OWN_LOOK = { kind: "is-own", isOwn: true };
 
-/** Where a metric of the service belongs, by the first pattern that its name matches. */
+/** Where a metric of a step belongs, by the first pattern that its name matches. Those of the service have a reducer. */
 const PLACES = [
+  [/^[^:]*$/, OWN],
   [/^loss:sum$/, "Loss", "Loss (sum)"],
   [/^loss(:|$)/, "Loss"],
   [/kl|ratio|clip|entropy|logprob/, "Policy"],
@@ -32,7 +34,7 @@ export function curvesOf({ steps, entries = [], start }, axis) {
   const places = placesOf(steps, axis, start);
   for (const entry of entries) {
     const x = places(entry);
-    for (const [name, y] of Object.entries(entry.metrics)) add(OWN, name, "", { kind: "is-own", isOwn: true }, x, y);
+    for (const [name, y] of Object.entries(entry.metrics)) add(OWN, name, "", OWN_LOOK, x, y);
   }
   const curves = [...made.values()].filter(isTelling);
   for (const curve of curves) curve.points.sort((a, b) => a[0] - b[0]);
@@ -52,7 +54,7 @@ function addStep(add, step, x) {
   for (const [name, y] of Object.entries(step.metrics ?? {})) {
     if (name === "learning_rate:max" || (name === "loss:sum" && y === step.loss)) continue; // drawn already
     const [, group, title] = PLACES.find(([pattern]) => pattern.test(name));
-    add(group, title ?? metricName(name), "", {}, x, y);
+    add(group, title ?? metricName(name), "", group === OWN ? OWN_LOOK : {}, x, y);
   }
 }
 
