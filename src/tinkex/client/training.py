@@ -321,7 +321,7 @@ class TrainingClient(BaseClient):
         >>> training.log_metrics({"reward": 0.4, "kl": 0.02}, step=1)
         """
         link = self._session.link()
-        row, _ = metrics_row(metrics, step, self._queue.next_seq_id - 1, link.clock.wall())
+        row = metrics_row(metrics, step, self._queue.next_seq_id - 1, link.clock.wall())
         self._log.add(link, "metrics", row)
 
     async def log_metrics_async(self, metrics: Mapping[str, float], step: int | None = None) -> None:

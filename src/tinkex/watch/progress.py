@@ -174,6 +174,8 @@ class Progress:
         Numbers whose names are no words of Python go as a mapping. See `TrainingClient.log_metrics`.
         """
         together = {**(metrics or {}), **numbers}
+        if not together:
+            return
         step = self._step_now()
         self._training.log_metrics(together, step)
         if self._trackers is not None:

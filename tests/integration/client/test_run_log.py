@@ -56,14 +56,14 @@ def test_a_service_that_keeps_none_is_sent_none_and_the_file_has_all(
         training = client.create_lora_training_client("tinkex/tiny")
         training.log_metrics({"reward": 0.5, "kl": math.inf}, step=3)
         training.flush_metrics(20)
-        training.log_sample("2+2=", "4", 1.0, step=3, metadata={"path": Path("x")})
+        training.log_sample("2+2=", "4", 1.0, step=3, metadata={"path": Path("x"), "nan": math.nan})
         training.flush_metrics(20)
         assert not service.requests_to("log_metrics")
     assert [record.getMessage().count("keeps no metrics") for record in caplog.records] == [1]
     assert training.metrics_file is not None
     rows = [json.loads(line) for line in training.metrics_file.read_text(encoding="utf-8").splitlines()]
     assert rows[0]["metrics"] == {"reward": 0.5, "kl": None} and rows[0]["step"] == 3
-    assert (rows[1]["kind"], rows[1]["text"], rows[1]["metadata"]) == ("sample", "4", {"path": "x"})
+    assert (rows[1]["kind"], rows[1]["text"], rows[1]["metadata"]) == ("sample", "4", {"path": "x", "nan": None})
 
 
 def test_a_rejected_batch_is_given_up_with_one_line_and_later_ones_go_on(
@@ -102,3 +102,26 @@ def test_what_is_no_metric_is_rejected_before_anything_is_sent(training: tinkex.
         training.log_metrics({"reward": 1.0}, step=-1)
     with pytest.raises(tinkex.ValidationError, match="text"):
         training.log_sample("prompt", [1, 2])  # type: ignore[arg-type]
+
+
+def test_a_text_that_is_no_unicode_arrives_as_one_that_is(proto_service: ScriptedService, connect: Connect) -> None:
+    """A decoder of tokens leaves half a surrogate pair behind: the service would reject the whole batch."""
+    client = connect(proto_service)
+    training = client.create_lora_training_client(MODEL)
+    training.log_sample("\ud83d", "x" * 200_000, metadata={"\udc00": "\ud83d"})
+    training.flush_metrics(20)
+    [sample] = client.create_rest_client().get_run_samples(training.model_id).result(20).samples
+    assert (sample.prompt, sample.metadata, len(sample.text)) == ("?", {"?": "?"}, 100_001)
+    with pytest.raises(tinkex.ValidationError, match="metadata"):
+        training.log_sample("", "", metadata={"x": "x" * 200_000})
+
+
+def test_a_program_that_logs_for_long_is_not_said_to_wait(
+    proto_service: ScriptedService, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = connect(proto_service, wait_line_s=0.2).create_lora_training_client(MODEL)
+    with caplog.at_level(logging.WARNING, "tinkex.wait"):
+        for count in range(1, 60):
+            training.log_metrics({"reward": count})
+            proto_service.wait_for_requests("log_metrics", count)
+    assert not caplog.records

@@ -162,6 +162,7 @@ class RunLog:
                 raise
             self._warn("were rejected by the service: %s", error)
         self._batch = None
+        operation.waiting_since = link.clock.now()  # it may go on for hours: no line says that it waits
 
     def _next(self, link: ServiceLink) -> _Batch | None:
         """Return what to send next. With None, sending has ended: the next entry begins it again."""
@@ -225,10 +226,8 @@ def _flush_at_exit() -> None:
 # -- what a program may log --------------------------------------------------------------------------------------------
 
 
-def metrics_row(
-    metrics: Mapping[str, Any], step: int | None, seq_id: int | None, at: float
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the row of an entry, and its numbers as they were given. Raises ValidationError."""
+def metrics_row(metrics: Mapping[str, Any], step: int | None, seq_id: int | None, at: float) -> dict[str, Any]:
+    """Return the row of an entry. Raises ValidationError."""
     if not isinstance(metrics, Mapping) or not metrics:
         raise ValidationError(f"log_metrics takes numbers by name, such as {{'reward': 0.4}}, got {describe(metrics)}.")
     if len(metrics) > MAX_METRICS:
@@ -237,9 +236,8 @@ def metrics_row(
     for name, value in metrics.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
             raise ValidationError(f"A metric's name is a text of 1 to {MAX_NAME} characters, got {describe(name)}.")
-        numbers[name] = _number(value, name)
-    row = {"step": _step(step), "seq_id": seq_id, "time": at}
-    return {**row, "metrics": {name: _finite(value) for name, value in numbers.items()}}, numbers
+        numbers[_clean(name)] = _finite(_number(value, name))
+    return {"step": _step(step), "seq_id": seq_id, "time": at, "metrics": numbers}
 
 
 def sample_row(
@@ -249,9 +247,12 @@ def sample_row(
     for name, value in (("prompt", prompt), ("text", text)):
         if not isinstance(value, str):
             raise ValidationError(f"The {name} of a sample is a text, got {describe(value)}. Decode tokens first.")
+    written = _clean(json.dumps(dict(metadata), ensure_ascii=False, default=str))
+    if len(written) > MAX_TEXT:
+        raise ValidationError(f"The metadata of a sample have {len(written):,} characters; {MAX_TEXT:,} are allowed.")
     row = {"step": _step(step), "time": at, "prompt": _cut(prompt), "text": _cut(text)}
     reward = None if reward is None else _finite(_number(reward, "reward"))
-    return {**row, "reward": reward, "metadata": json.loads(json.dumps(dict(metadata), default=str))}
+    return {**row, "reward": reward, "metadata": json.loads(written, parse_constant=lambda _: None)}
 
 
 def _number(value: Any, name: str) -> float:
@@ -272,4 +273,9 @@ def _step(step: int | None) -> int | None:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+    return _clean(text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…")
+
+
+def _clean(text: str) -> str:
+    """Replace half surrogate pairs, which a decoder may leave behind and UTF-8 cannot say."""
+    return text.encode("utf-8", "replace").decode()

@@ -189,8 +189,9 @@ class Session:
 async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: str, detail: str | None) -> None:
     try:
         for run_log in core.run_logs:
+            run_log.flush()  # all of them send at once
+        for run_log in core.run_logs:
             await run_log.finish_async(FLUSH_S)
-            run_log.file.close()
         if core.session_id is not None:
             path = endpoints.FINISH_SESSION.url(session_id=core.session_id)
             body = requests.finish_session(status, detail)
