@@ -195,19 +195,23 @@ class Journal(Database):
         records = {row.seq_id: as_record(OperationRecord, row) for row in rows}
         return [records[seq_id] for seq_id in sorted(records)]
 
-    def done_since(self, run_id: str, after_seq: int, limit: int) -> list[OperationRecord]:
-        """Return a run's successful operations after `after_seq`, up to the first that still waits, by number."""
-        later = (operations.c.run_id == run_id, operations.c.seq_id > after_seq)
+    def ended_since(self, run_id: str, since_seq: int, limit: int) -> list[OperationRecord]:
+        """Return a run's operations from `since_seq` on that ended, up to the first that still waits, by number."""
+        later = (operations.c.run_id == run_id, operations.c.seq_id >= since_seq)
         first_queued = select(func.min(operations.c.seq_id)).where(*later, operations.c.state == "queued")
         is_before = operations.c.seq_id < func.coalesce(first_queued.scalar_subquery(), MAX_INTEGER)
-        query = select(operations).where(*later, is_before, operations.c.state == "done")
+        query = select(operations).where(*later, is_before, operations.c.state != "queued")
         return self._all(OperationRecord, query.order_by(operations.c.seq_id).limit(bounded(limit)))
 
-    def failures(self, tenant: str, offset: int, limit: int) -> tuple[list[OperationRecord], int]:
+    def failures(
+        self, tenant: str, offset: int, limit: int, run_id: str | None = None
+    ) -> tuple[list[OperationRecord], int]:
         """Return a page of a tenant's operations that failed or were rejected, latest first, and how many there are."""
         newest_first = (operations.c.finished_at.desc(), operations.c.seq_id.desc())
-        query = select(operations).where(operations.c.tenant == tenant, _HAS_FAILED).order_by(*newest_first)
-        return self._page(OperationRecord, query, offset, limit)
+        query = select(operations).where(operations.c.tenant == tenant, _HAS_FAILED)
+        if run_id is not None:
+            query = query.where(operations.c.run_id == run_id)
+        return self._page(OperationRecord, query.order_by(*newest_first), offset, limit)
 
     def queued(self) -> list[OperationRecord]:
         """Return every operation that waits, by run and sequence number."""

@@ -63,6 +63,8 @@ class TrainingRun(Value):
     is_lora: bool
     corrupted: bool = False
     lora_rank: int | None = None
+    lora_config: dict[str, Any] | None = None
+    """Which layers are trained, with which rank and seed; said by services of our own."""
     last_request_time: dt.datetime
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
@@ -108,7 +110,7 @@ class ClientConfigRequest(Value):
 
 
 class ClientConfigResponse(Value):
-    """How the service wants clients to behave. `tinkex` is said by services of our own: version, stream, tokenizers."""
+    """How the service wants clients to behave. `tinkex` is said by services of our own: version, stream, …"""
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"

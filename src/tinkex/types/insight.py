@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Literal
+from typing import Any, Literal
 
 from tinkex.types.base import Value, field
 from tinkex.types.weights import Cursor
@@ -16,21 +16,38 @@ class RunStep(Value):
     """The number of the step's last operation: ask for the steps after it."""
     time: dt.datetime
     loss: float | None = None
-    """Mean over the weights of its data, or the sum where a loss has no weights."""
+    """Mean over the weights of its data, or the sum where a loss has no weights. Of a custom loss, what your function
+    returned; None where a program that does not send it (an official client) used one."""
     evaluation_loss: float | None = None
     """The same of `forward` calls since the step before."""
+    loss_fn: str | None = None
+    """The loss function; "custom" is one of your program."""
     learning_rate: float | None = None
+    optimizer: dict[str, float] = field(default_factory=dict)
+    """Settings of the optimizer that are not the usual ones."""
     tokens: int = 0
     seconds: float = 0.0
     """From when the engine was given the operations until it answered them."""
+    queue_seconds: float = 0.0
+    """How long its operations waited while none of this run was in the engine."""
+    failed: int = 0
+    """How many of its operations failed or were rejected."""
+    failure: str = ""
+    """The first of them and its reason."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Those of the last operations, as they were answered."""
+    number: int | None = None
+    """In a thinned list: which of the steps after `after_seq_id` it is; the first is 1."""
+    tokens_so_far: int | None = None
+    """In a thinned list: tokens of all steps from `after_seq_id` to this one, as `seconds_so_far` are their seconds."""
+    seconds_so_far: float | None = None
 
 
 class RunStepsResponse(Value):
     steps: list[RunStep]
     count: int = 0
     """How many steps there were: more than are listed where `most_steps` thinned them."""
+    is_thinned: bool = False
     next_seq_id: int
     """Pass it as `after_seq_id` to get what comes next."""
     open_passes: int = 0
@@ -39,6 +56,49 @@ class RunStepsResponse(Value):
     """Whether operations of the run are waiting or running."""
     home: str | None = None
     """The address of the node that works on the run, where several servers share a store."""
+
+
+class RunMetrics(Value):
+    """Numbers that a program logged for a run, at one time."""
+
+    number: int
+    """Counts the entries of the run, from 1."""
+    step: int | None = None
+    seq_id: int | None = None
+    """The last operation of the run that was called before."""
+    time: dt.datetime
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """None for a number that was not finite."""
+
+
+class RunMetricsResponse(Value):
+    entries: list[RunMetrics]
+    next: int
+    """Pass it as `after` to get what comes next."""
+
+
+class RunSample(Value):
+    """A sample that a program logged for a run."""
+
+    number: int
+    step: int | None = None
+    time: dt.datetime
+    prompt: str = ""
+    text: str = ""
+    reward: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class RunSamplesResponse(Value):
+    samples: list[RunSample]
+    next: int
+
+
+class LogMetricsResponse(Value):
+    """How many of what was sent the service has stored."""
+
+    entries: int = 0
+    samples: int = 0
 
 
 class QueuedOperation(Value):

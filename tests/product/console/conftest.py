@@ -136,12 +136,12 @@ def add_steps(server: LiveServer, name: str, steps: int) -> None:
         rows.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) "
             "INSERT INTO operations (request_id, run_id, tenant, seq_id, kind, digest, state, created_at, finished_at, "
-            "cost_tokens, tokens, options, engine_s, metrics) SELECT 'long-' || i, ?, 'local', i, "
+            "cost_tokens, tokens, options, engine_s, metrics) SELECT ? || i, ?, 'local', i, "
             "CASE i % 2 WHEN 1 THEN 'forward_backward' ELSE 'optim_step' END, '', 'done', 1.8e9 + i, 1.8e9 + i, "
             "1500, 500, '{}', 0.25, "
             "CASE i % 2 WHEN 1 THEN json_object('loss:sum', 9.0 + 9000.0 / (i + 1500), 'weight:sum', 3.0) "
             "ELSE json_object('learning_rate', 1e-4) END FROM n",
-            (2 * steps, f"{name}:train:0"),
+            (2 * steps, f"{name}-", f"{name}:train:0"),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tinkex.server.http.errors import RequestRejected, bad_request
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import insight
 from tinkex.server.service import Service
-from tinkex.server.training.steps import steps_of, thinned
+from tinkex.server.training.steps import settled, steps_of
 from tinkex.store.journal import _HAS_FAILED
 from tinkex.store.records import OperationRecord
 from tinkex.store.store import Store
@@ -148,10 +148,77 @@ async def test_failures_are_told_with_their_reason_to_their_tenant_alone(tmp_pat
         assert (await ask(service, "failed_operations", "stranger"))["operations"] == []
 
 
-def test_a_thinned_history_keeps_its_last_step_and_stays_within_the_bound() -> None:
-    steps = [{"seq_id": number} for number in range(1, 1001)]
-    for most in (1, 3, 7, 200, 999):
-        left = thinned(steps, most)
-        assert left[-1] == steps[-1] and len(left) <= most
-        assert len({later["seq_id"] - first["seq_id"] for first, later in itertools.pairwise(left)}) <= 1
-    assert thinned(steps, 1000) == steps and thinned([], 5) == []
+@scenario
+async def test_a_thinned_history_ends_with_the_last_step_and_counts_those_between(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as service:
+        queue = await new_run(service)
+        for number in range(1, 21, 2):
+            await backward(service, queue, number)
+            await done(service, await step(service, queue, number + 1, 0.5))
+        told = await ask(service, "run_steps", "t", "most_steps=4", run_id=queue.run.id)
+        assert [entry["seq_id"] for entry in told["steps"]] == [2, 8, 14, 20]
+        assert [entry["number"] for entry in told["steps"]] == [1, 4, 7, 10]
+        assert (told["count"], told["next_seq_id"], told["is_thinned"]) == (10, 20, True)
+        whole = await ask(service, "run_steps", "t", "most_steps=10", run_id=queue.run.id)
+        spent = sum(entry["seconds"] for entry in whole["steps"])
+        assert len(whole["steps"]) == 10 and told["steps"][-1]["seconds_so_far"] == pytest.approx(spent)
+        part = await ask(service, "run_steps", "t", "after_seq_id=8&before_seq_id=15", run_id=queue.run.id)
+        assert [entry["seq_id"] for entry in part["steps"]] == [10, 12, 14]
+        short = await ask(service, "run_steps", "t", "most_steps=4&only=loss", run_id=queue.run.id)
+        assert [set(entry) for entry in short["steps"]] == [{"seq_id", "loss"}] * 4
+
+
+@scenario
+async def test_the_failures_of_one_run_can_be_asked_for(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as service:
+        queue = await new_run(service)
+        await service.intake.reject(queue, 1, "forward_backward", bad_request("datum 0 is empty", "bad_datum"))
+        own = await ask(service, "failed_operations", "t", f"run_id={queue.run.id}")
+        assert own["cursor"]["total_count"] == 1
+        assert (await ask(service, "failed_operations", "t", "run_id=another"))["cursor"]["total_count"] == 0
+
+
+def failed(seq_id: int, kind: str, error: str, state: str = "failed") -> OperationRecord:
+    return replace(row(seq_id, kind, tokens=100), state=state, error=error)  # type: ignore[arg-type]
+
+
+def test_a_failed_operation_is_a_failure_of_its_step_with_the_reason() -> None:
+    rows = [
+        row(1, "forward_backward", {"loss:sum": 3.0}, 10),
+        failed(2, "optim_step", "learning_rate is too large", "refused"),
+        failed(3, "forward_backward", "no memory"),
+        failed(4, "forward_backward", "still none"),
+        row(5, "optim_step", {"learning_rate": 1e-4}),
+    ]
+    (first, second), _ = steps_of(rows)
+    assert (first["failed"], first["failure"]) == (1, "optim_step: learning_rate is too large")
+    assert (first["loss"], first["tokens"]) == (3.0, 10)
+    assert (second["failed"], second["failure"], second["loss"]) == (2, "forward_backward: no memory", None)
+    assert second["tokens"] == 0, "what failed has trained no tokens"
+
+
+def test_a_rejected_operation_that_came_before_its_turn_waits_for_those_in_front_of_it() -> None:
+    rows = [
+        row(1, "forward_backward"),
+        failed(2, "optim_step", "no", "refused"),
+        failed(5, "optim_step", "no", "refused"),
+    ]
+    assert [entry.seq_id for entry in settled(rows, 0)] == [1, 2]
+    assert [entry.seq_id for entry in settled([*rows, row(6, "forward_backward")], 0)] == [1, 2, 5, 6]
+    assert [entry.seq_id for entry in settled(rows[1:], 1)] == [2]
+
+
+def test_a_step_waited_only_while_nothing_of_its_run_was_in_the_engine() -> None:
+    def at(seq_id: int, kind: str, created: float, finished: float, engine_s: float) -> OperationRecord:
+        return replace(row(seq_id, kind, s=engine_s), created_at=created, finished_at=finished)
+
+    rows = [
+        at(1, "forward_backward", 10.0, 14.0, 3.0),  # waited a second
+        at(2, "optim_step", 10.0, 14.5, 0.5),  # waited for the pass, and for nothing else
+        at(3, "forward_backward", 20.0, 25.0, 1.0),
+        at(4, "optim_step", 30.0, 31.0, 1.0),
+    ]
+    whole, _ = steps_of(rows)
+    assert [(entry["seconds"], entry["queue_seconds"]) for entry in whole] == [(3.5, 1.0), (2.0, 4.0)]
+    early = replace(rows[2], created_at=10.0)
+    assert steps_of([early, rows[3]], before=rows[1])[0][0]["queue_seconds"] == pytest.approx(9.5)

@@ -14,8 +14,11 @@ from tinkex.errors import TinkexError
 from tinkex.types import Datum, ForwardBackwardOutput
 from tinkex.wire import endpoints, requests
 from tinkex.wire.body import Body
+from tinkex.wire.custom_loss import CUSTOM, LOSS_HEADER, PASS_HEADER, encode_custom_loss
 from tinkex.wire.dialect import Dialect
 from tinkex.wire.endpoints import Endpoint
+
+_IS_CUSTOM: Mapping[str, str] = {PASS_HEADER: CUSTOM}
 
 
 class TrainingPass:
@@ -28,13 +31,17 @@ class TrainingPass:
         data_chunks: list[list[Datum]],
         loss_fn: str,
         config: Mapping[str, float | str] | None = None,
+        notes: Mapping[str, str] | None = None,
+        first_notes: Mapping[str, str] | None = None,
     ) -> None:
+        """`notes` go with every request, `first_notes` with the first only."""
         self._endpoint = endpoint
         self._is_forward = endpoint is endpoints.FORWARD
         self._model_id = model_id
         self._chunks = data_chunks
         self._loss_fn = loss_fn
         self._config = config
+        self._notes, self._first_notes = notes, first_notes
         self._accepted: list[Collect] = []
 
     async def run(self, turn: Turn) -> ForwardBackwardOutput:
@@ -46,7 +53,8 @@ class TrainingPass:
         for chunk in self._chunks:
             try:
                 size_hint = sum(map(chunks.estimate, chunk))
-                self._accepted.append(await send(self._endpoint, self._encoder(chunk), size_hint, len(chunk)))
+                notes = self._notes if self._accepted else {**(self._notes or {}), **(self._first_notes or {})}
+                self._accepted.append(await send(self._endpoint, self._encoder(chunk), size_hint, len(chunk), notes))
             except Exception as error:
                 raise self._with_remedy(error, len(self._accepted)) from error.__cause__
 
@@ -84,6 +92,7 @@ async def run_custom_loss(
 ) -> ForwardBackwardOutput:
     """A forward pass, the caller's loss on its log-probabilities, and a backward pass with the loss's gradient.
 
+    What the caller's function returned goes with the second pass, so that the service shows it as the loss of the step.
     The turn is held until the second pass is submitted: an `optim_step` called next applies its gradient.
     """
 
@@ -96,12 +105,15 @@ async def run_custom_loss(
 
     async with turn as send:
         plain = [[custom_loss.for_forward(datum) for datum in chunk] for chunk in data_chunks]
-        forward = TrainingPass(endpoints.FORWARD, queue.model_id, plain, "cross_entropy")
+        forward = TrainingPass(endpoints.FORWARD, queue.model_id, plain, "cross_entropy", notes=_IS_CUSTOM)
         await forward.submit(send)
         output = await forward.collect()
         surrogate = await in_thread(evaluate, "tinkex-custom-loss")
         weighted = iter(surrogate.data)
         second = [[next(weighted) for _ in chunk] for chunk in data_chunks]
-        backward = TrainingPass(endpoints.FORWARD_BACKWARD, queue.model_id, second, "cross_entropy")
+        told = {LOSS_HEADER: encode_custom_loss(surrogate.loss, surrogate.metrics)}
+        backward = TrainingPass(
+            endpoints.FORWARD_BACKWARD, queue.model_id, second, "cross_entropy", notes=_IS_CUSTOM, first_notes=told
+        )
         await backward.submit(send)
     return custom_loss.with_metrics(await backward.collect(), surrogate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from tinkex.client._calls.attempts import call
@@ -36,16 +36,19 @@ async def submit(
     encode: Encode,
     size_hint: int = 0,
     datums: int | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> Collect:
     """Send one request until it is accepted; return the function that waits for its result.
 
-    `datums` is how many the request has, if it is a pass: its result has no more outputs.
+    `datums` is how many the request has, if it is a pass: its result has no more outputs. `notes` are headers about the
+    request for services that keep them; they change nothing of what it does.
     """
     dialect = await ready(link)
+    headers = notes if link.extensions.get("run_records") else None
     operation.state = "submitting"
     body = await _encoded(link, encode, seq_id, dialect, size_hint)
     try:
-        response = await _sent(link, operation, endpoint, dialect, body)
+        response = await _sent(link, operation, endpoint, dialect, body, headers)
         link.is_proto_proven |= body.content_type == PROTOBUF
     except APIStatusError as rejection:
         if body.content_type != PROTOBUF or link.is_proto_proven or rejection.status_code not in (400, 415, 422):
@@ -53,7 +56,7 @@ async def submit(
         # The first protobuf body: perhaps the service reads only JSON. Same seq_id: it cannot run twice.
         body = await _encoded(link, encode, seq_id, Dialect.JSON, size_hint)
         try:
-            response = await _sent(link, operation, endpoint, Dialect.JSON, body)
+            response = await _sent(link, operation, endpoint, Dialect.JSON, body, headers)
         except APIStatusError:
             raise rejection from None  # rejected in both dialects: report the first rejection
         link.dialect = Dialect.JSON
@@ -65,11 +68,16 @@ async def submit(
 
 
 async def _sent(
-    link: ServiceLink, operation: Operation, endpoint: Endpoint, dialect: Dialect, body: Body
+    link: ServiceLink,
+    operation: Operation,
+    endpoint: Endpoint,
+    dialect: Dialect,
+    body: Body,
+    headers: Mapping[str, str] | None,
 ) -> HTTPResponse:
     if dialect is Dialect.PROTO and endpoint is endpoints.FORWARD:
         endpoint = endpoints.FORWARD_BACKWARD  # the newer dialect says "forward only" inside the body
-    return await call(link, endpoint, body, operation=operation, is_queued=True)
+    return await call(link, endpoint, body, operation=operation, headers=headers, is_queued=True)
 
 
 async def _encoded(link: ServiceLink, encode: Encode, seq_id: int, dialect: Dialect, size_hint: int) -> Body:

@@ -57,6 +57,7 @@ export function takeKeyFromAddress() {
 export const get = (path, options) => call("GET", path, options);
 export const post = (path, options) => call("POST", path, options);
 export const put = (path, options) => call("PUT", path, options);
+export const patch = (path, options) => call("PATCH", path, options);
 export const remove = (path, options) => call("DELETE", path, options);
 
 async function call(method, path, { body, query, signal } = {}) {
@@ -75,14 +76,12 @@ async function call(method, path, { body, query, signal } = {}) {
 }
 
 async function send(method, path, { body, query, signal }) {
-  const url = new URL(path, BASE);
-  for (const [name, value] of Object.entries(query ?? {})) url.searchParams.set(name, value);
   const headers = { accept: "application/json" };
   if (remembered) headers["x-api-key"] = remembered;
   if (body !== undefined) headers["content-type"] = "application/json";
   let answer;
   try {
-    answer = await fetch(url, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+    answer = await fetch(url(path, query), { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
   } catch (problem) {
     if (signal?.aborted) throw problem;
     throw new ApiError(0, "The service does not respond.");
@@ -91,6 +90,13 @@ async function send(method, path, { body, query, signal }) {
   const problem = new ApiError(answer.status, await said(answer));
   if (answer.status === 401) document.dispatchEvent(new CustomEvent("unauthorised", { detail: problem.message }));
   throw problem;
+}
+
+/** The address of an endpoint; a value of null is left out. */
+export function url(path, query = {}) {
+  const made = new URL(path, BASE);
+  for (const [name, value] of Object.entries(query)) if (value !== null && value !== "") made.searchParams.set(name, value);
+  return made;
 }
 
 async function said(answer) {

@@ -3,13 +3,13 @@
 import { get, path, post, put, remove } from "./api.js";
 import { ask } from "./dialog.js";
 import { cell, h, heading, keyed, notice, pager, row, say, setText, table } from "./dom.js";
-import { bytes, exactly, plural, when } from "./format.js";
+import { bytes, exactly, when } from "./format.js";
 import { learnNames, nameOf, runIn } from "./names.js";
 import { poll } from "./poll.js";
 
 const PAGE = 25;
 const EVERY_MS = 2000;
-const MOST_SHOWN = 50;
+const PAGE_OF_RUN = 10;
 const KINDS = { training: "Training state", sampler: "Sampler", external: "Export" };
 const LIVES = [
   ["", "Never"],
@@ -22,7 +22,7 @@ const LIVES = [
 
 export function checkpointsPage(main) {
   let offset = 0;
-  const list = checkpointTable(() => polling.now(), "Nothing is saved yet.", true);
+  const list = checkpointTable(() => polling.now(), "Nothing is saved yet.", PAGE);
   const pages = pager((to) => {
     offset = to;
     polling.now();
@@ -49,8 +49,13 @@ export function checkpointsPage(main) {
   return () => polling.stop();
 }
 
-/** A table with a method `show(checkpoints)`. `changed()` is called after a checkpoint was changed. */
-export function checkpointTable(changed, emptyText, namesRun = false) {
+/**
+ * A table with a method `show(checkpoints)`. `changed()` is called after a checkpoint was changed. The checkpoints of
+ * all runs come in pages, and each names its run; those of one run come together and are paged here.
+ */
+export function checkpointTable(changed, emptyText, pageOfAll = null) {
+  const limit = pageOfAll ?? PAGE_OF_RUN;
+  let offset = 0;
   const rows = h("tbody");
   const titles = ["Checkpoint", "Kind", ">Size", "Saved", "Expires", "Access", ">Actions"];
   const list = h("div", { class: "card table", hidden: true }, table(titles, rows));
@@ -63,18 +68,22 @@ export function checkpointTable(changed, emptyText, namesRun = false) {
     h("code", {}, 'training.save_weights_for_sampler("name")'),
     " what is needed to sample.",
   );
-  const more = h("p", { class: "card muted", hidden: true });
-  const element = h("div", {}, list, empty, more);
+  const pages = pager((to) => {
+    offset = to;
+    element.show(element.saved);
+  });
+  const element = h("div", {}, list, empty, pages);
   element.show = (saved) => {
+    element.saved = saved;
     list.hidden = saved.length === 0;
     empty.hidden = saved.length > 0;
-    more.hidden = saved.length <= MOST_SHOWN;
-    setText(more, `and ${plural(saved.length - MOST_SHOWN, "older one")}, to be found under Checkpoints.`);
+    while (offset > 0 && offset >= saved.length) offset -= limit; // the last one of a page was deleted
+    if (!pageOfAll) pages.show({ offset, limit, total_count: saved.length });
     keyed(
       rows,
-      saved.slice(0, MOST_SHOWN),
+      saved.slice(offset, offset + limit),
       (one) => one.tinker_path,
-      (one) => makeRow(one, changed, namesRun),
+      (one) => makeRow(one, changed, pageOfAll !== null),
     );
   };
   return element;

@@ -11,6 +11,18 @@ const EVERY_MS = 2000;
 const WHOSE = { user: "Your input", server: "The service" };
 
 export function failuresPage(main) {
+  const list = failureList({ again: () => polling.now() });
+  main.append(heading("Failures"), list.element);
+  const polling = poll(
+    (signal) => list.refresh(signal),
+    EVERY_MS,
+    (problem) => main.append(notice(problem.message)),
+  );
+  return () => polling.stop();
+}
+
+/** The failures of a run, or of all: { element, refresh(signal) }; `refresh` returns how many there are. */
+export function failureList({ runId = null, again = null }) {
   let offset = 0;
   const list = h("ul", { class: "failures" });
   const empty = h(
@@ -20,24 +32,23 @@ export function failuresPage(main) {
   );
   const pages = pager((to) => {
     offset = to;
-    polling.now();
+    (again ?? refresh)();
   });
-  main.append(heading("Failures"), empty, list, pages);
-  const polling = poll(
-    async (signal) => {
-      const answer = await get("api/v1/failed_operations", { query: { offset, limit: PAGE }, signal });
-      empty.hidden = answer.cursor.total_count > 0;
+  async function refresh(signal) {
+    const query = { offset, limit: PAGE, ...(runId && { run_id: runId }) };
+    const { operations, cursor } = await get("api/v1/failed_operations", { query, signal });
+    empty.hidden = cursor.total_count > 0;
+    if (!runId) {
       await learnNames(
-        answer.operations.map((one) => one.run_id),
+        operations.map((one) => one.run_id),
         signal,
       );
-      keyed(list, answer.operations, (one) => one.request_id, makeEntry);
-      pages.show(answer.cursor);
-    },
-    EVERY_MS,
-    (problem) => main.append(notice(problem.message)),
-  );
-  return () => polling.stop();
+    }
+    keyed(list, operations, (one) => one.request_id, makeEntry);
+    pages.show(cursor);
+    return cursor.total_count;
+  }
+  return { element: h("div", {}, empty, list, pages), refresh };
 }
 
 function makeEntry(one) {

@@ -100,7 +100,7 @@ export function minus(text) {
 
 /** The name of a run, or its id if it has none. */
 export function runName(run) {
-  const given = run.user_metadata?.name ?? run.user_metadata?.run_name;
+  const given = run.name || (run.user_metadata?.name ?? run.user_metadata?.run_name);
   return given ? given.slice(0, 120) : shortId(run.training_run_id);
 }
 

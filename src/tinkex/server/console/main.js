@@ -3,9 +3,11 @@
 import { key, setKey, takeKeyFromAddress } from "./api.js";
 import { checkpointsPage } from "./checkpoints.js";
 import { clusterPage } from "./cluster.js";
+import { comparePage } from "./compare.js";
 import { fill, h, heading, notice } from "./dom.js";
 import { failuresPage } from "./failures.js";
 import { playgroundPage } from "./playground.js";
+import { lost } from "./poll.js";
 import { queuePage } from "./queue.js";
 import { runPage } from "./run.js";
 import { runsPage } from "./runs.js";
@@ -16,6 +18,7 @@ import { onState, startState, stopState } from "./state.js";
 const PAGES = [
   [/^\/runs$/, "Runs", runsPage],
   [/^\/runs\/(.+)$/, "Run", runPage],
+  [/^\/compare$/, "Compare", comparePage],
   [/^\/queue$/, "Queue", queuePage],
   [/^\/checkpoints$/, "Checkpoints", checkpointsPage],
   [/^\/playground$/, "Playground", playgroundPage],
@@ -46,7 +49,7 @@ function show() {
     document.title = "tinkex";
     main.append(heading("No such page"), notice("This page does not exist. Choose one of the pages above.", "plain"));
   }
-  mark(address);
+  mark(address === "/compare" ? "/runs" : address);
   arrive();
 }
 
@@ -114,19 +117,29 @@ document.getElementById("sign-out").addEventListener("click", () => {
   setKey(null);
   location.reload();
 });
-onState((state) => {
+let state = null;
+onState((now) => {
+  state = now;
+  showService();
+});
+document.addEventListener("connection", showService);
+
+/** While the connection is lost nobody knows whether the service is ready. */
+function showService() {
+  if (!state) return;
   const service = document.getElementById("service");
   service.hidden = false;
-  const word = state.is_ready ? "Ready" : "Not ready";
-  service.title = state.is_ready ? `tinkex ${state.version}` : state.reason;
+  const word = lost() ? "No connection" : state.is_ready ? "Ready" : "Not ready";
+  const isOn = word === "Ready";
+  service.title = lost() ?? (isOn ? `tinkex ${state.version}` : state.reason);
   fill(service, `${word} ${state.tenant}`, () => [
-    h("span", { class: `lamp ${state.is_ready ? "is-on" : "is-off"}`, "aria-hidden": "true" }),
+    h("span", { class: `lamp ${isOn ? "is-on" : "is-off"}`, "aria-hidden": "true" }),
     h("span", {}, word),
     state.uses_keys && h("span", { class: "muted tenant" }, state.tenant),
   ]);
   document.getElementById("sign-out").hidden = !state.uses_keys;
   document.getElementById("cluster").hidden = !state.nodes?.length;
-});
+}
 
 takeKeyFromAddress();
 startState();

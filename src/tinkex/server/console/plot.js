@@ -1,170 +1,260 @@
-// Draws plots as SVG: axes, lines, and one cursor for all plots of a page, moved by mouse, finger and arrow keys.
+// Draws plots as SVG: axes, lines, and one cursor and one zoom for all plots of a page, moved by mouse, finger and keys.
 
+import { AXES } from "./axis.js";
 import { h, svg } from "./dom.js";
-import { NONE, count } from "./format.js";
-import { range, smooth, thin, ticks, tickText, wholeTicks } from "./scale.js";
+import { NONE } from "./format.js";
+import { logRange, logTicks, nearest, range, smooth, thin, ticks, tickText } from "./scale.js";
 
 const TOP = 10;
 const BOTTOM = 24;
 const RIGHT = 12;
-const SMOOTH_FROM = 40;
-/** With fewer points than this, each is drawn as a dot too. */
+/** With fewer points than this, each is drawn as a dot too, and nothing is smoothed. */
 const DOTS_BELOW = 40;
+const DRAG_FROM = 6;
+/** A line is read at the cursor if it has a point so near, as a part of what is in view. */
+const NEAR = 0.015;
 
-/** Plots that share a cursor. `at` is an index into the list of steps, or null. */
+/** Plots that share a cursor and a zoom. `x` is a value of the x axis or null, `span` the part in view or null. */
 export class Cursor {
-  constructor() {
-    this.at = null;
-    this.plots = [];
+  constructor(zoomed = () => {}) {
+    this.x = null;
+    this.span = null;
+    this.extent = [0, 0]; // all of the x axis
+    this.plots = new Set();
+    this.zoomed = zoomed;
   }
 
-  move(at) {
-    if (at === this.at) return;
-    this.at = at;
+  move(x) {
+    if (x === this.x) return;
+    this.x = x;
     for (const plot of this.plots) plot.point();
+  }
+
+  zoom(span) {
+    this.span = span;
+    this.x = null;
+    for (const plot of this.plots) plot.redraw();
+    this.zoomed(span);
   }
 }
 
 export class Plot {
-  /** `lines` are { label, kind, of(step), text(value) }; `kind` is a CSS class with the colour. */
-  constructor({ title, lines, cursor, fromZero = false, isTall = false }) {
-    Object.assign(this, { title, lines, cursor, fromZero, isSmooth: false, steps: [] });
-    cursor.plots.push(this);
+  constructor({ title, cursor, isTall = false }) {
+    Object.assign(this, { title, cursor, lines: [], options: { axis: "step", part: 0 } });
+    cursor.plots.add(this);
     this.readout = h("p", { class: "readout num" });
     this.drawing = svg("svg", {
       class: "drawing",
       role: "slider",
       tabindex: "0",
-      "aria-label": `${title}. Arrow keys move from step to step.`,
+      "aria-label": `${title}. Arrow keys move along the line, plus and minus zoom.`,
       "aria-valuemin": "1",
     });
     this.empty = h("p", { class: "plot-empty muted" }, "Nothing yet.");
     this.element = h(
       "figure",
       { class: isTall ? "plot is-tall" : "plot" },
-      h("figcaption", {}, h("h2", {}, title), this.readout),
+      h("figcaption", {}, h("h3", {}, title), this.readout),
       this.drawing,
       this.empty,
     );
     this.drawing.addEventListener("pointermove", (event) => this.follow(event));
-    this.drawing.addEventListener("pointerdown", (event) => this.follow(event));
+    this.drawing.addEventListener("pointerdown", (event) => this.press(event));
+    this.drawing.addEventListener("pointerup", (event) => this.release(event));
+    this.drawing.addEventListener("dblclick", () => cursor.zoom(null));
     this.drawing.addEventListener("pointerleave", () => cursor.move(null));
     this.drawing.addEventListener("keydown", (event) => this.key(event));
     this.drawing.addEventListener("blur", () => cursor.move(null));
-    this.sized = new ResizeObserver(() => this.draw(this.steps));
+    this.sized = new ResizeObserver(() => {
+      if (this.drawing.clientWidth !== this.box?.width) this.redraw();
+    });
     this.sized.observe(this.element);
+    this.seen = new IntersectionObserver(([entry]) => {
+      this.isSeen = entry.isIntersecting;
+      if (this.isSeen && this.isStale) this.redraw();
+    }, { rootMargin: "800px" });
+    this.seen.observe(this.element);
   }
 
-  draw(steps) {
-    this.steps = steps;
-    const values = this.lines.map((line) => points(steps, line.of));
-    const span = range(
-      values.flat().map(([, x]) => x),
-      this.fromZero,
-    );
+  /** `lines` are { label, kind, text, points }: a CSS class with the colour, and [x, y] in the order of x. */
+  draw(lines, options) {
+    Object.assign(this, { lines, options });
+    this.redraw();
+  }
+
+  /** A plot out of sight is drawn when it comes into view. */
+  redraw() {
+    this.isStale = !this.isSeen;
+    if (this.isStale) return;
+    const { isLog, isFromZero } = this.options;
+    this.shown = this.lines.map((line) => this.inView(line.points));
+    const ys = this.shown.flatMap((points) => points.map(([, y]) => y));
+    const above = isLog ? ys.filter((y) => y > 0) : [];
+    this.isLog = above.length > 0;
+    if (this.isLog) this.shown = this.shown.map((points) => points.filter(([, y]) => y > 0));
+    const span = this.isLog ? logRange(above) : range(ys, isFromZero);
     this.empty.hidden = span !== null;
     this.drawing.toggleAttribute("hidden", span === null);
     if (span === null) return;
-    this.drawing.setAttribute("aria-valuemax", String(steps.length));
     this.frame(span);
     const layers = this.axes();
-    this.lines.forEach((line, n) => layers.push(...this.line(line, values[n])));
+    this.lines.forEach((line, n) => layers.push(...this.line(line, this.shown[n])));
     this.pointer = svg("g", { class: "pointer" });
     this.drawing.replaceChildren(...layers, this.pointer);
     this.point();
   }
 
+  inView(points) {
+    const { span } = this.cursor;
+    if (!span || points.length === 0) return points;
+    const [from, to] = [nearest(points, span[0]), nearest(points, span[1])];
+    return points.slice(from, to + 1).filter(([x]) => x >= span[0] && x <= span[1]);
+  }
+
   frame([low, high]) {
     const width = Math.max(240, this.drawing.clientWidth || 600);
     const height = this.drawing.clientHeight || 200;
-    const { step, values } = ticks(low, high, height / 48);
-    this.yTicks = values.map((x) => [x, tickText(x, step)]);
+    const isLog = this.isLog;
+    if (isLog) {
+      this.yTicks = logTicks(low, high, height / 48).map((y) => [y, tickText(y, Math.min(y, 1))]);
+    } else {
+      const { step, values } = ticks(low, high, height / 48);
+      this.yTicks = values.map((y) => [y, tickText(y, step)]);
+    }
     const left = 16 + 7 * Math.max(4, ...this.yTicks.map(([, text]) => text.length));
-    const last = Math.max(2, this.steps.length);
-    this.x = (place) => left + ((width - left - RIGHT) * place) / (last - 1);
-    this.y = (x) => TOP + ((height - TOP - BOTTOM) * (high - x)) / (high - low);
-    this.box = { left, width, height, last };
+    const ends = this.shown.filter((points) => points.length > 0);
+    const first = this.cursor.span?.[0] ?? Math.min(...ends.map((points) => points[0][0]));
+    const last = this.cursor.span?.[1] ?? Math.max(...ends.map((points) => points[points.length - 1][0]));
+    const wide = last - first || 1;
+    const [bottom, top] = isLog ? [Math.log10(low), Math.log10(high)] : [low, high];
+    this.x = (x) => left + ((width - left - RIGHT) * (x - first)) / wide;
+    this.y = (y) => TOP + ((height - TOP - BOTTOM) * (top - (isLog ? Math.log10(y) : y))) / (top - bottom);
+    this.box = { left, width, height, first, last: first + wide };
     this.drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
   }
 
   axes() {
-    const { left, width, height, last } = this.box;
+    const { left, width, height, first, last } = this.box;
+    const axis = AXES[this.options.axis];
     const made = [];
-    for (const [x, text] of this.yTicks) {
-      const y = this.y(x).toFixed(1);
-      made.push(svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: y, y2: y }));
-      made.push(svg("text", { class: "tick", x: left - 8, y, dy: "0.32em", "text-anchor": "end" }, text));
+    for (const [y, text] of this.yTicks) {
+      const at = this.y(y).toFixed(1);
+      made.push(svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: at, y2: at }));
+      made.push(svg("text", { class: "tick", x: left - 8, y: at, dy: "0.32em", "text-anchor": "end" }, text));
     }
-    for (const n of wholeTicks(1, last, Math.max(2, (width - left) / 72))) {
-      const x = this.x(n - 1);
-      const anchor = x > width - 24 ? "end" : "middle";
-      made.push(svg("text", { class: "tick", x: x.toFixed(1), y: height - 6, "text-anchor": anchor }, count(n)));
+    for (const [x, text] of axis.ticks(first, last, Math.max(2, (width - left) / 84))) {
+      const at = this.x(x);
+      const anchor = at > width - 28 ? "end" : "middle";
+      made.push(svg("text", { class: "tick", x: at.toFixed(1), y: height - 6, "text-anchor": anchor }, text));
     }
-    made.push(svg("text", { class: "tick", x: left - 8, y: height - 6, "text-anchor": "end" }, "step"));
+    made.push(svg("text", { class: "tick", x: left - 8, y: height - 6, "text-anchor": "end" }, axis.title));
     return made;
   }
 
-  line({ kind }, found) {
-    if (found.length === 0) return [];
+  line({ kind }, points) {
+    if (points.length === 0) return [];
     const most = Math.round(this.box.width * 1.5);
-    const isSmoothed = this.isSmooth && found.length >= SMOOTH_FROM;
+    const isSmoothed = this.options.part > 0 && points.length >= DOTS_BELOW;
     const made = [
-      svg("path", { class: `line ${kind}${isSmoothed ? " is-faint" : ""}`, d: this.path(thin(found, most)) }),
+      svg("path", { class: `line ${kind}${isSmoothed ? " is-faint" : ""}`, d: this.path(thin(points, most)) }),
     ];
-    if (isSmoothed) made.push(svg("path", { class: `line ${kind}`, d: this.path(thin(smooth(found), most)) }));
-    if (found.length < DOTS_BELOW) {
-      const radius = found.length === 1 ? 3.5 : 2.2;
-      made.push(
-        ...found.map(([place, x]) =>
-          svg("circle", { class: `dot ${kind}`, cx: this.x(place), cy: this.y(x), r: radius }),
-        ),
-      );
+    if (isSmoothed) {
+      made.push(svg("path", { class: `line ${kind}`, d: this.path(thin(smooth(points, this.options.part), most)) }));
+    }
+    if (points.length < DOTS_BELOW) {
+      const r = points.length === 1 ? 3.5 : 2.2;
+      made.push(...points.map(([x, y]) => svg("circle", { class: `dot ${kind}`, cx: this.x(x), cy: this.y(y), r })));
     }
     return made;
   }
 
-  path(found) {
-    return found.map(([place, x], n) => `${n ? "L" : "M"}${this.x(place).toFixed(1)} ${this.y(x).toFixed(1)}`).join("");
+  path(points) {
+    return points.map(([x, y], n) => `${n ? "L" : "M"}${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`).join("");
+  }
+
+  /** The points of the first line in view: those that the arrow keys go along. */
+  get track() {
+    return this.shown?.find((points) => points.length > 0) ?? [];
   }
 
   /** Shows the values at the cursor, or the last values. */
   point() {
-    const { at } = this.cursor;
-    const isPointing = at !== null && at < this.steps.length;
-    const told = this.lines.map((line) => [line, isPointing ? line.of(this.steps[at]) : latest(this.steps, line.of)]);
+    if (!this.shown || !this.box || this.isStale) return;
+    const { x } = this.cursor;
+    const near = (this.box.last - this.box.first) * NEAR;
+    const found = this.shown.map((points) => {
+      if (x === null || points.length === 0) return points[points.length - 1] ?? null;
+      const point = points[nearest(points, x)];
+      return Math.abs(point[0] - x) <= near ? point : null;
+    });
+    const axis = AXES[this.options.axis];
+    const told = this.lines.map((line, n) => [line, found[n] ? line.text(found[n][1]) : NONE]);
     this.readout.replaceChildren(
-      h("span", { class: "muted" }, isPointing ? `step ${count(at + 1)}` : "latest"),
-      ...told.map(([line, x]) =>
-        h("span", { class: `value ${line.kind}` }, `${line.label} `, h("b", {}, isNumber(x) ? line.text(x) : NONE)),
-      ),
+      h("span", { class: "muted" }, x === null ? "latest" : axis.told(x)),
+      ...told.map(([line, text]) => h("span", { class: `value ${line.kind}` }, `${line.label} `, h("b", {}, text))),
     );
-    const step = isPointing ? at : this.steps.length - 1;
-    this.drawing.setAttribute("aria-valuenow", String(step + 1));
+    const [first, last] = [this.track[0], this.track[this.track.length - 1]];
+    const at = x ?? last?.[0] ?? 0;
+    this.drawing.setAttribute("aria-valuemin", String(first?.[0] ?? 0));
+    this.drawing.setAttribute("aria-valuemax", String(last?.[0] ?? 0));
+    this.drawing.setAttribute("aria-valuenow", String(at));
     this.drawing.setAttribute(
       "aria-valuetext",
-      `step ${step + 1}: ${told.map(([line, x]) => `${line.label} ${isNumber(x) ? line.text(x) : "none"}`).join(", ")}`,
+      `${axis.told(at)}: ${told.map(([line, text]) => `${line.label} ${text === NONE ? "none" : text}`).join(", ")}`,
     );
-    if (!this.pointer) return;
     this.pointer.replaceChildren();
-    if (!isPointing) return;
-    const x = this.x(at).toFixed(1);
-    this.pointer.append(svg("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: this.box.height - BOTTOM }));
-    for (const [line, y] of told) {
-      if (isNumber(y)) this.pointer.append(svg("circle", { class: `spot ${line.kind}`, cx: x, cy: this.y(y), r: 4 }));
-    }
+    if (x === null) return;
+    const place = this.x(x).toFixed(1);
+    this.pointer.append(svg("line", { class: "cursor", x1: place, x2: place, y1: TOP, y2: this.box.height - BOTTOM }));
+    this.lines.forEach((line, n) => {
+      if (!found[n]) return;
+      this.pointer.append(
+        svg("circle", { class: `spot ${line.kind}`, cx: this.x(found[n][0]), cy: this.y(found[n][1]), r: 4 }),
+      );
+    });
+  }
+
+  at(event) {
+    const bounds = this.drawing.getBoundingClientRect();
+    const { left, width, first, last } = this.box;
+    const pixel = ((event.clientX - bounds.left) * width) / bounds.width;
+    return Math.max(first, Math.min(last, first + ((pixel - left) / (width - left - RIGHT)) * (last - first)));
   }
 
   follow(event) {
-    const bounds = this.drawing.getBoundingClientRect();
-    const { left, width, last } = this.box;
-    const x = ((event.clientX - bounds.left) * width) / bounds.width;
-    const place = Math.round(((x - left) / (width - left - RIGHT)) * (last - 1));
-    this.cursor.move(Math.max(0, Math.min(this.steps.length - 1, place)));
+    if (!this.box) return;
+    const { track } = this;
+    if (this.pressed !== undefined && Math.abs(event.clientX - this.pressed.pixel) > DRAG_FROM) {
+      this.mark(this.pressed.x, this.at(event));
+    } else if (track.length > 0) this.cursor.move(track[nearest(track, this.at(event))][0]);
+  }
+
+  /** A mouse selects what to zoom into; a finger moves the cursor and scrolls the page. */
+  press(event) {
+    this.follow(event);
+    if (event.pointerType !== "mouse" || event.button !== 0) return;
+    this.drawing.setPointerCapture(event.pointerId);
+    this.pressed = { x: this.at(event), pixel: event.clientX };
+  }
+
+  mark(from, to) {
+    const [left, right] = [this.x(from), this.x(to)].sort((a, b) => a - b);
+    const height = this.box.height - TOP - BOTTOM;
+    this.pointer.replaceChildren(svg("rect", { class: "selection", x: left, width: right - left, y: TOP, height }));
+  }
+
+  release(event) {
+    const { pressed } = this;
+    this.pressed = undefined;
+    if (!pressed || Math.abs(event.clientX - pressed.pixel) <= DRAG_FROM) return;
+    this.cursor.zoom([pressed.x, this.at(event)].sort((a, b) => a - b));
   }
 
   key(event) {
-    const last = this.steps.length - 1;
-    const at = this.cursor.at ?? last;
+    const { track, cursor } = this;
+    if (track.length === 0) return;
+    const last = track.length - 1;
+    const at = cursor.x === null ? last : nearest(track, cursor.x);
     const far = Math.max(1, Math.round(last / 10));
     const to = {
       ArrowLeft: at - 1,
@@ -175,63 +265,28 @@ export class Plot {
       PageUp: at + far,
       Home: 0,
       End: last,
-      Escape: null,
     }[event.key];
-    if (to === undefined) return;
+    if (event.key === "Escape" && cursor.x !== null) cursor.move(null);
+    else if (event.key === "Escape") cursor.zoom(null);
+    else if (event.key === "+" || event.key === "-") this.scale(track[at][0], event.key === "+" ? 0.5 : 2);
+    else if (to !== undefined) cursor.move(track[Math.max(0, Math.min(last, to))][0]);
+    else return;
     event.preventDefault();
-    this.cursor.move(to === null ? null : Math.max(0, Math.min(last, to)));
+  }
+
+  /** Zooms around `x`; back to everything if that is as much. */
+  scale(x, factor) {
+    const { first, last } = this.box;
+    const half = ((last - first) * factor) / 2;
+    const [least, most] = this.cursor.extent;
+    const [from, to] = [Math.max(least, x - half), Math.min(most, x + half)];
+    this.cursor.zoom(from <= least && to >= most ? null : [from, to]);
+    this.cursor.move(x);
   }
 
   close() {
     this.sized.disconnect();
+    this.seen.disconnect();
+    this.cursor.plots.delete(this);
   }
-}
-
-/** A line without axes, for a row of a table. Steps may be missing: each is drawn at its number. */
-export function sparkline() {
-  const width = 120;
-  const height = 28;
-  const element = svg("svg", { class: "sparkline", viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
-  element.draw = (steps) => {
-    const mark = `${steps.length} ${steps[steps.length - 1]?.seq_id}`;
-    if (element.dataset.mark === mark) return;
-    element.dataset.mark = mark;
-    element.replaceChildren();
-    const known = points(steps, (step) => step.loss).map(([place, x]) => [steps[place].seq_id, x]);
-    if (known.length === 0) return;
-    const found = thin(known, width);
-    const values = found.map(([, x]) => x);
-    const [low, high] = range(values, false);
-    const [first, last] = [found[0][0], found[found.length - 1][0]];
-    const at = ([n, x]) => [
-      (3 + ((width - 8) * (n - first)) / Math.max(1, last - first)).toFixed(1),
-      (3 + ((height - 6) * (high - x)) / (high - low)).toFixed(1),
-    ];
-    const path = `M${found.map((point) => at(point).join(" ")).join("L")}`;
-    if (found.length > 1) element.append(svg("path", { class: "line is-loss", d: path }));
-    const [cx, cy] = at(found[found.length - 1]);
-    element.append(svg("circle", { class: "dot is-loss", cx, cy, r: 2.4 }));
-  };
-  return element;
-}
-
-function points(steps, of) {
-  const found = [];
-  steps.forEach((step, place) => {
-    const x = of(step);
-    if (isNumber(x)) found.push([place, x]);
-  });
-  return found;
-}
-
-function latest(steps, of) {
-  for (let place = steps.length - 1; place >= 0; place -= 1) {
-    const x = of(steps[place]);
-    if (isNumber(x)) return x;
-  }
-  return null;
-}
-
-function isNumber(x) {
-  return typeof x === "number" && Number.isFinite(x);
 }

@@ -62,10 +62,18 @@ function tell(self, problem) {
   if (problem) failing.set(self, problem.message);
   else failing.delete(self);
   const line = document.getElementById("connection");
+  const message = lost();
+  const text = message === null ? "" : `Connection lost, trying again. ${message}`;
+  line.hidden = message === null;
+  if (line.textContent === text) return;
+  line.textContent = text;
+  document.dispatchEvent(new CustomEvent("connection"));
+}
+
+/** What the service failed to respond to, or null while it responds. */
+export function lost() {
   const [message] = failing.values();
-  const text = message === undefined ? "" : `Connection lost, trying again. ${message}`;
-  line.hidden = message === undefined;
-  if (line.textContent !== text) line.textContent = text;
+  return message ?? null;
 }
 
 document.addEventListener("visibilitychange", () => {

@@ -43,7 +43,7 @@ export function queuePage(main) {
         h(
           "li",
           { class: "card" },
-          h("span", { class: "strong" }, name),
+          h("span", { class: "strong names" }, name),
           h(
             "a",
             {

@@ -1,150 +1,156 @@
-// The page of one run: plots that grow while it trains, its checkpoints, its metadata.
+// The page of one run: its name, state and parameters, plots that grow while it trains, samples, checkpoints, failures.
 
 import { get, path } from "./api.js";
+import { Board } from "./board.js";
 import { checkpointTable } from "./checkpoints.js";
-import { fill, h, heading, notice, setText } from "./dom.js";
-import { count, duration, exactly, measure, rate, runName, short, value, when } from "./format.js";
-import { History } from "./history.js";
-import { Cursor, Plot } from "./plot.js";
+import { lossName, placeOf, startOf } from "./curves.js";
+import { failureList } from "./failures.js";
+import { fill, h, notice, setText } from "./dom.js";
+import { count, duration, exactly, short, value, when } from "./format.js";
+import { History, metricsOf, samplesOf } from "./history.js";
+import { parameterTable } from "./parameters.js";
+import { pairs } from "./pairs.js";
+import { runHead } from "./run-head.js";
+import { sampleTable } from "./samples.js";
 import { poll } from "./poll.js";
-import { showState } from "./runs.js";
 
 const EVERY_MS = 1000;
-const CHECKPOINTS_EVERY = 4;
-let isSmooth = true;
+const REST_EVERY = 4;
 
 export function runPage(main, { id }) {
-  const history = new History(id);
-  const title = heading("Run", h("span", { class: "state" }));
-  const [name, state] = title.children;
-  const facts = h("dl", { class: "facts" });
-  const plots = makePlots();
-  const checkpoints = checkpointTable(() => {
-    isChanged = true;
-    polling.now();
-  }, "This run has saved nothing yet.");
-  const about = h("div", { class: "pair" });
-  const body = h(
-    "div",
-    { hidden: true },
-    facts,
-    plots.element,
-    h("h2", { class: "section" }, "Checkpoints"),
-    checkpoints,
-    about,
-  );
-  main.append(
-    h("p", { class: "crumb" }, h("a", { href: "#/runs" }, "Runs")),
-    title,
-    h("p", { class: "muted id" }, id),
-    body,
-  );
-  let drawn = -1;
-  let looks = 0;
-  let isChanged = false;
-
+  const page = new RunPage(id);
+  main.append(...page.elements);
   const polling = poll(
-    async (signal) => {
-      const [run] = await Promise.all([get(path("api/v1/training_runs", id), { signal }), history.refresh(signal)]);
-      body.hidden = false;
-      setText(name, runName(run));
-      document.title = `${runName(run)} · tinkex`;
-      showState(state, history.isActive);
-      showFacts(facts, run, history);
-      if (drawn !== history.steps.length) plots.draw(history.steps);
-      drawn = history.steps.length;
-      // All checkpoints of a run come in one response, and there may be many.
-      if (isChanged || looks % CHECKPOINTS_EVERY === 0) {
-        isChanged = false;
-        const saved = await get(path("api/v1/training_runs", id, "checkpoints"), { signal });
-        checkpoints.show(saved.checkpoints);
-      }
-      looks += 1;
-      fill(about, JSON.stringify([run.user_metadata, history.last?.metrics]), () => [
-        pairs("Metadata", run.user_metadata ?? {}, String),
-        pairs("Metrics of the last step", history.last?.metrics ?? {}, measure),
-      ]);
-    },
+    (signal) => page.refresh(signal),
     EVERY_MS,
-    (problem) =>
-      main.append(
-        notice(
-          problem.status === 404
-            ? `This run does not exist, or it belongs to another tenant. ${problem.message}`
-            : problem.message,
-        ),
-      ),
+    (problem) => main.append(notice(refusal(problem))),
   );
+  page.lookAgain = () => polling.now();
   return () => {
     polling.stop();
-    plots.close();
+    page.board.close();
   };
 }
 
-function makePlots() {
-  const cursor = new Cursor();
-  const loss = new Plot({
-    title: "Loss",
-    cursor,
-    isTall: true,
-    lines: [
-      { label: "training", kind: "is-loss", of: (step) => step.loss, text: value },
-      { label: "evaluation", kind: "is-evaluation", of: (step) => step.evaluation_loss, text: value },
-    ],
-  });
-  const learning = new Plot({
-    title: "Learning rate",
-    cursor,
-    fromZero: true,
-    lines: [{ label: "", kind: "is-rate", of: (step) => step.learning_rate, text: rate }],
-  });
-  const throughput = new Plot({
-    title: "Throughput",
-    cursor,
-    fromZero: true,
-    lines: [
-      {
-        label: "tokens/s",
-        kind: "is-throughput",
-        of: (step) => (step.seconds > 0 ? step.tokens / step.seconds : null),
-        text: short,
-      },
-    ],
-  });
-  const all = [loss, learning, throughput];
-  const evaluation = loss.lines[1];
-  const box = h("input", { type: "checkbox", id: "smooth" });
-  box.checked = isSmooth;
-  let steps = [];
+function refusal({ status, message }) {
+  return status === 404 ? `This run does not exist, or it belongs to another tenant. ${message}` : message;
+}
 
-  function draw(found) {
-    steps = found;
-    loss.lines = steps.some((step) => step.evaluation_loss !== null) ? [loss.lines[0], evaluation] : [loss.lines[0]];
-    loss.isSmooth = throughput.isSmooth = isSmooth;
-    for (const plot of all) plot.draw(steps);
+class RunPage {
+  constructor(id) {
+    this.id = id;
+    this.history = new History(id);
+    this.metrics = metricsOf(id);
+    this.samples = samplesOf(id);
+    this.looks = 0;
+    this.drawn = "";
+    this.detail = null;
+    this.lookAgain = () => {};
+    const changed = () => {
+      this.looks = 0;
+      this.lookAgain();
+    };
+    this.head = runHead(id, changed);
+    this.facts = h("dl", { class: "facts" });
+    this.trouble = h("div");
+    this.board = new Board((span, axis) => this.zoom(span, axis));
+    this.sampleTable = sampleTable();
+    this.checkpoints = checkpointTable(changed, "This run has saved nothing yet.");
+    this.failures = failureList({ runId: id });
+    this.about = h("div", { class: "pair" });
+    const section = (title, ...content) => h("section", { "aria-label": title }, h("h2", { class: "section" }, title), content);
+    this.sampled = section("Samples", this.sampleTable);
+    this.failed = section("Failures", this.failures.element);
+    this.failed.id = "failures";
+    this.body = h(
+      "div",
+      { hidden: true },
+      this.trouble,
+      this.facts,
+      this.board.element,
+      this.sampled,
+      section("Checkpoints", this.checkpoints),
+      this.failed,
+      this.about,
+    );
+    this.elements = [...this.head.elements, this.body];
   }
-  box.addEventListener("change", () => {
-    isSmooth = box.checked;
-    draw(steps);
+
+  async refresh(signal) {
+    const { history, metrics, samples } = this;
+    const [run] = await Promise.all([
+      get(path("api/v1/training_runs", this.id), { signal }),
+      history.refresh(signal),
+      metrics.refresh(signal),
+      samples.refresh(signal),
+    ]);
+    this.body.hidden = false;
+    this.start = startOf(run, history.steps);
+    this.head.show(run, history.isActive);
+    showFacts(this.facts, run, history);
+    this.draw();
+    this.sampled.hidden = samples.rows.length === 0;
+    this.sampleTable.show(samples.rows);
+    // All checkpoints of a run come in one response, and there may be many.
+    if (this.looks % REST_EVERY === 0) {
+      const [saved, total] = await Promise.all([
+        get(path("api/v1/training_runs", this.id, "checkpoints"), { signal }),
+        this.failures.refresh(signal),
+      ]);
+      this.checkpoints.show(saved.checkpoints);
+      this.failed.hidden = total === 0;
+      showTrouble(this.trouble, history, total);
+    }
+    this.looks += 1;
+    fill(this.about, JSON.stringify([run, history.last]), () => [
+      parameterTable([{ run, steps: history.steps }]),
+      pairs("Metrics of the last step", history.last?.metrics ?? {}),
+    ]);
+  }
+
+  draw() {
+    const mark = `${this.history.next} ${this.metrics.next}`;
+    if (mark === this.drawn) return;
+    this.drawn = mark;
+    const [steps, entries] = [this.detail ?? this.history.steps, this.metrics.rows];
+    this.board.draw([{ steps, entries, start: this.start }]);
+  }
+
+  /** Where the service sent only some of the steps, it is asked for all of those in view. */
+  async zoom(span, axis) {
+    this.span = span;
+    const { history } = this;
+    const place = (step) => placeOf(step, axis, this.start);
+    const detail = span && history.isThinned ? await history.between(span, place).catch(() => null) : null;
+    if (span !== this.span || detail === this.detail) return; // zoomed again meanwhile, or nothing more to show
+    this.detail = detail;
+    this.drawn = "";
+    this.draw();
+  }
+}
+
+function showTrouble(element, history, total) {
+  const failed = history.steps.reduce((sum, step) => sum + (step.failed ?? 0), 0);
+  const last = history.steps.findLast?.((step) => step.failed > 0);
+  fill(element, `${total} ${failed} ${last?.seq_id}`, () => {
+    if (total === 0 && failed === 0) return [];
+    const link = h("a", { href: "#failures" }, "See its failures.");
+    link.addEventListener("click", (event) => {
+      event.preventDefault(); // the address after # names a page
+      document.getElementById("failures").scrollIntoView();
+    });
+    const told = `${count(Math.max(total, failed))} ${Math.max(total, failed) === 1 ? "operation" : "operations"} of this run failed.`;
+    return h("p", { class: "notice is-error" }, told, last ? ` The last, in step ${count(last.number)}: ${last.failure} ` : " ", link);
   });
-  const element = h(
-    "section",
-    { class: "plots", "aria-label": "Plots" },
-    h("p", { class: "plot-options" }, box, h("label", { for: "smooth" }, "Smooth")),
-    ...all.map((plot) => plot.element),
-  );
-  return { element, draw, close: () => all.forEach((plot) => plot.close()) };
 }
 
 function showFacts(list, run, history) {
-  const seconds = history.seconds;
   const told = {
     Model: run.base_model,
-    Rank: String(run.lora_rank),
     Steps: count(history.count),
-    Loss: value(history.lastLoss),
+    [lossName(history.last)]: value(history.lastLoss),
     Tokens: short(history.tokens),
-    "Engine time": duration(seconds),
+    "Engine time": duration(history.seconds),
     "Last activity": when(run.last_request_time),
     ...(history.home && { Home: history.home }),
   };
@@ -157,21 +163,5 @@ function showFacts(list, run, history) {
         h("dd", { class: "num", title: term === "Last activity" ? exactly(run.last_request_time) : null }, text),
       ),
     ),
-  );
-}
-
-function pairs(title, entries, text) {
-  const names = Object.keys(entries).sort();
-  return h(
-    "section",
-    {},
-    h("h2", { class: "section" }, title),
-    names.length === 0
-      ? h("p", { class: "muted" }, "None.")
-      : h(
-          "dl",
-          { class: "card pairs" },
-          names.map((name) => h("div", {}, h("dt", {}, name), h("dd", { class: "num" }, text(entries[name])))),
-        ),
   );
 }

@@ -1,60 +1,79 @@
-// The page of all runs, newest first: state, steps, last loss with a sparkline. Without runs: how to start the first.
+// The page of all runs: search, filters, order, pages of 50; what is chosen can be compared, archived or deleted.
 
-import { get, key, serviceUrl } from "./api.js";
-import { cell, code, h, heading, keyed, notice, pager, row, setText, table } from "./dom.js";
-import { count, exactly, runName, shortId, value, when } from "./format.js";
-import { History } from "./history.js";
-import { sparkline } from "./plot.js";
+import { get, patch, path } from "./api.js";
+import { cell, fill, h, heading, keyed, notice, pager, row, say, setText, table } from "./dom.js";
+import { count, exactly, plural, runName, shortId, value, when } from "./format.js";
+import { teach } from "./first-run.js";
+import { LossLines } from "./loss-lines.js";
 import { poll } from "./poll.js";
+import { deleteRun } from "./run-head.js";
+import { runFilters } from "./run-filters.js";
+import { sparkline } from "./sparkline.js";
 import { onState } from "./state.js";
+import { showStatus } from "./status.js";
 
-const PAGE = 20;
-const EVERY_MS = 1500;
-const SPARKLINE_STEPS = 200;
+const PAGE = 50;
+const EVERY_MS = 2000;
+const MOST_COMPARED = 8;
 const USUAL_MODEL = "smollm2-135m";
-const histories = new Map();
 
-export function runsPage(main) {
-  let offset = 0;
+export function runsPage(main, { query }) {
   let isEmpty = false;
   let model = null; // unknown until the first state: lines with another model would be copied and fail
+  const chosen = new Map();
+  const lines = new LossLines();
+  const filters = runFilters(query, () => look());
   const rows = h("tbody");
   const pages = pager((to) => {
-    offset = to;
-    polling.now();
+    filters.setOffset(to);
+    look();
   });
+  const selection = selectionBar(chosen, () => look());
+  const none = h("p", { class: "card muted", hidden: true }, "No run matches. ", resetButton(filters));
   const list = h(
     "div",
-    { class: "card table", hidden: true },
-    table(["Run", "Model", "State", ">Steps", "Loss", "Last activity"], rows),
-    pages,
+    { class: "card table runs", hidden: true },
+    table(["Run", "Status", ">Steps", "Loss", "Model", "Last activity"], rows),
   );
+  const found = h("div", { hidden: true }, filters.element, selection.element, list, none, pages);
   const empty = h("div", { hidden: true });
   const waiting = h("p", { class: "muted", role: "status" }, "Loading…");
-  main.append(heading("Runs"), waiting, list, empty);
+  const problem = h("div");
+  main.append(heading("Runs"), waiting, problem, found, empty);
 
   const show = () => {
-    list.hidden = isEmpty;
+    found.hidden = isEmpty;
     empty.hidden = !isEmpty || model === null;
-    waiting.hidden = !(list.hidden && empty.hidden);
+    waiting.hidden = !(found.hidden && empty.hidden);
     if (!empty.hidden) teach(empty, model);
+  };
+  const look = () => {
+    selection.show();
+    polling.now();
   };
   const polling = poll(
     async (signal) => {
-      const answer = await get("api/v1/training_runs", { query: { offset, limit: PAGE }, signal });
-      const runs = answer.training_runs;
-      const draw = () => keyed(rows, runs, (run) => run.training_run_id, makeRow);
-      isEmpty = answer.cursor.total_count === 0;
+      const asked = filters.query(PAGE);
+      const { training_runs: runs, cursor } = await get("api/v1/training_runs", { query: asked, signal });
+      isEmpty = cursor.total_count === 0 && !filters.isNarrow;
+      list.hidden = runs.length === 0;
+      none.hidden = runs.length > 0;
       show();
-      pages.show(answer.cursor);
+      pages.show(cursor);
+      filters.learn(runs);
+      const draw = () => keyed(rows, runs, (run) => run.training_run_id, (run) => makeRow(run, lines, chosen, selection.show));
       draw();
-      for (const run of runs) if (await refresh(run, signal)) draw();
+      lines.refresh(runs, signal, draw);
     },
     EVERY_MS,
-    (problem) => main.append(notice(problem.message)),
+    (refused) => {
+      waiting.hidden = true;
+      problem.replaceChildren(notice(refused.message));
+    },
   );
   const quiet = onState((state) => {
     model = state.models[0] ?? USUAL_MODEL;
+    filters.learnModels(state.models);
     if (isEmpty) show();
   });
   return () => {
@@ -63,98 +82,107 @@ export function runsPage(main) {
   };
 }
 
-/** Requests the steps of a run only if it had requests since: a list of idle runs costs one request. */
-async function refresh(run, signal) {
-  let known = histories.get(run.training_run_id);
-  if (!known) histories.set(run.training_run_id, (known = new History(run.training_run_id, SPARKLINE_STEPS)));
-  if (known.isLoaded && !known.isActive && known.seen === run.last_request_time) return false;
-  await known.refresh(signal);
-  known.seen = run.last_request_time;
-  return true;
+function resetButton(filters) {
+  const button = h("button", { type: "button", class: "small" }, "Show all runs");
+  button.addEventListener("click", () => filters.reset());
+  return button;
 }
 
-function makeRow(run) {
-  const link = h("a", { class: "strong", href: `#/runs/${encodeURIComponent(run.training_run_id)}` });
-  const id = h("span", { class: "muted id" }, shortId(run.training_run_id));
+function makeRow(run, lines, chosen, changed) {
+  const id = run.training_run_id;
+  const link = h("a", { class: "strong", href: `#/runs/${encodeURIComponent(id)}` });
+  const short = h("span", { class: "muted id" }, shortId(id));
+  const tags = h("span", { class: "tags" });
+  const box = h("input", { type: "checkbox", checked: chosen.has(id) });
   const state = h("span", { class: "state" });
   const steps = h("span", { class: "num" });
   const loss = h("span", { class: "num" });
   const line = sparkline();
   const activity = h("span", { class: "num" });
+  box.addEventListener("change", () => {
+    if (box.checked) chosen.set(id, made.run);
+    else chosen.delete(id);
+    changed();
+  });
   const made = row(
-    cell("", "lead", link, id),
-    cell("Model", "", h("span", {}, run.base_model, h("span", { class: "muted" }, ` · rank ${run.lora_rank}`))),
-    cell("State", "", state),
+    cell("", "lead", h("label", { class: "choose" }, box), h("span", { class: "run-name" }, link, h("span", {}, short, tags))),
+    cell("Status", "", state),
     cell("Steps", "right", steps),
     cell("Loss", "", h("span", { class: "course" }, line, loss)),
+    cell("Model", "model", h("span", {}, run.base_model, h("span", { class: "muted" }, ` · rank ${run.lora_rank}`))),
     cell("Last activity", "", activity),
   );
   made.update = (now) => {
-    const known = histories.get(now.training_run_id);
+    made.run = now;
+    const known = lines.of(now);
     const name = runName(now);
     setText(link, name);
-    id.hidden = name === id.textContent;
-    showState(state, known?.isActive ?? false);
-    setText(steps, known?.isLoaded ? count(known.count) : "");
-    setText(loss, known?.isLoaded ? value(known.lastLoss) : "");
-    if (known) line.draw(known.steps);
+    short.hidden = name === short.textContent;
+    box.checked = chosen.has(id);
+    box.setAttribute("aria-label", `Choose ${name}`);
+    fill(tags, JSON.stringify([now.tags, now.archived_at]), () => [
+      now.archived_at && h("span", { class: "tag is-refused" }, "Archived"),
+      ...(now.tags ?? []).map((tag) => h("span", { class: "tag" }, tag)),
+    ]);
+    showStatus(state, now, known?.isActive);
+    const counted = now.steps ?? known?.count;
+    setText(steps, counted === undefined ? "" : count(counted));
+    setText(loss, known || now.loss !== undefined ? value(now.loss ?? known?.lastLoss ?? null) : "");
+    if (known) line.draw(known.points);
     setText(activity, when(now.last_request_time));
     activity.title = exactly(now.last_request_time);
   };
   return made;
 }
 
-export function showState(element, isActive) {
-  element.classList.toggle("is-active", isActive);
-  setText(element, isActive ? "Training" : "Idle");
-}
-
-/** The example program of ten lines; a test runs it. */
-export function tenLines(url, model) {
-  return `import tinkex
-
-with tinkex.ServiceClient(base_url="${url}") as service:
-    training = service.create_lora_training_client("${model}", rank=8, user_metadata={"name": "first run"})
-    tokens = training.get_tokenizer().encode("The capital of France is Paris.")
-    inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
-    datum = tinkex.Datum(tinkex.ModelInput.from_ints(tokens[:-1]), inputs)
-    for _ in range(20):
-        training.forward_backward([datum], "cross_entropy")
-        training.optim_step(tinkex.AdamParams(learning_rate=1e-3)).result()
-    training.save_weights_for_sampler("first").result()
-`;
-}
-
-function teach(element, model) {
-  const mark = `${model} ${key() === null}`;
-  if (element.dataset.mark === mark) return;
-  element.dataset.mark = mark;
-  element.replaceChildren(
-    h(
-      "p",
-      { class: "lede" },
-      "No runs yet. A run appears here as soon as a program starts to train, and its loss is plotted meanwhile.",
-    ),
-    h(
-      "div",
-      { class: "card" },
-      h("h2", {}, "See a model learn"),
-      h("p", {}, "In a terminal on this machine. It trains for a minute or two and shows the model before and after."),
-      code("tinkex demo", "the demo's command"),
-    ),
-    h(
-      "div",
-      { class: "card" },
-      h("h2", {}, "Train on this service"),
-      h(
-        "p",
-        {},
-        "Ten lines of Python",
-        key() === null
-          ? "."
-          : ["; the key is taken from the environment variable ", h("code", {}, "TINKER_API_KEY"), "."],
-      ),
-      code(tenLines(serviceUrl(), model), "ten lines of Python"),
-    ),
+/** What can be done with the chosen runs; empty while none is. */
+function selectionBar(chosen, changed) {
+  const told = h("span", { class: "strong" });
+  const compare = h("a", { class: "button small primary" }, "Compare");
+  const problem = h("span", { class: "row-problem" });
+  const button = (text, work) => {
+    const made = h("button", { type: "button", class: "small" }, text);
+    made.addEventListener("click", work);
+    return made;
+  };
+  const act = async (work) => {
+    problem.replaceChildren();
+    try {
+      await work();
+    } catch (caught) {
+      if (caught.status !== 401) problem.replaceChildren(notice(caught.message));
+    }
+  };
+  const archive = button("Archive", () =>
+    act(async () => {
+      for (const id of [...chosen.keys()]) {
+        await patch(path("api/v1/training_runs", id), { body: { archived: true } });
+        chosen.delete(id);
+      }
+      say("Archived: the filter “Archived” shows them.");
+      changed();
+    }),
   );
+  const remove = button("Delete…", async () => {
+    for (const [id, run] of [...chosen]) {
+      if (!(await deleteRun(id, runName(run), act))) break;
+      chosen.delete(id);
+    }
+    changed();
+  });
+  const clear = button("Clear", () => {
+    chosen.clear();
+    for (const box of document.querySelectorAll(".runs input:checked")) box.checked = false;
+    show();
+  });
+  const element = h("div", { class: "selection", role: "group", "aria-label": "Chosen runs", hidden: true }, told, compare, archive, remove, clear, problem);
+  function show() {
+    element.hidden = chosen.size === 0;
+    setText(told, `${plural(chosen.size, "run")} chosen`);
+    const ids = [...chosen.keys()].slice(0, MOST_COMPARED);
+    compare.href = `#/compare?${ids.map((id) => `run=${encodeURIComponent(id)}`).join("&")}`;
+    compare.hidden = chosen.size < 2;
+    setText(compare, chosen.size > MOST_COMPARED ? `Compare the first ${MOST_COMPARED}` : "Compare");
+  }
+  return { element, show };
 }

@@ -2,6 +2,8 @@
 
 import { count } from "./format.js";
 
+const DURATIONS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
+
 /** Round numbers that cover `low` to `high` in about `wanted` steps. */
 export function ticks(low, high, wanted) {
   const rough = (high - low) / Math.max(1, wanted);
@@ -18,6 +20,32 @@ export function wholeTicks(low, high, wanted) {
   return step >= 1
     ? values.filter(Number.isInteger)
     : [...new Set(values.map(Math.round))].filter((n) => n >= low && n <= high);
+}
+
+/** Ticks of a logarithmic axis: powers of ten, with 2 and 5 between them where there is room. */
+export function logTicks(low, high, wanted) {
+  const decades = Math.log10(high / low);
+  const heads = decades < wanted / 3 ? [1, 2, 5] : [1];
+  const every = Math.max(1, Math.ceil(decades / wanted));
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) {
+    if (power % every !== 0) continue;
+    for (const head of heads) {
+      const x = head * 10 ** power;
+      if (x >= low * 0.999 && x <= high * 1.001) found.push(x);
+    }
+  }
+  return found.length > 1 ? found : ticks(low, high, wanted).values.filter((x) => x > 0);
+}
+
+/** Ticks of an axis of seconds, at round durations. */
+export function timeTicks(low, high, wanted) {
+  const rough = (high - low) / Math.max(1, wanted);
+  if (rough < 1) return ticks(low, high, wanted).values;
+  const step = DURATIONS.find((seconds) => seconds >= rough * 0.999) ?? ticks(low / 86400, high / 86400, wanted).step * 86400;
+  const found = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step);
+  return found;
 }
 
 /** A tick's text, with as many decimals as its neighbours need. */
@@ -49,7 +77,25 @@ export function range(values, fromZero) {
   return [low >= 0 && low < air ? 0 : low - air, high + air];
 }
 
-/** Reduces [index, value] points to about `most`: the minimum and maximum of each stretch, so that no spike is lost. */
+/** The same on a logarithmic axis, for values above zero. */
+export function logRange(values) {
+  const found = range(values.map(Math.log10), false);
+  return found && [10 ** found[0], 10 ** found[1]];
+}
+
+/** The index of the point whose x is nearest; the points are in the order of x. */
+export function nearest(points, x) {
+  let low = 0;
+  let high = points.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < x) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && x - points[low - 1][0] <= points[low][0] - x ? low - 1 : low;
+}
+
+/** Reduces [x, value] points to about `most`: the minimum and maximum of each stretch, so that no spike is lost. */
 export function thin(points, most) {
   if (points.length <= most) return points;
   const perStretch = Math.ceil((points.length * 2) / most);
@@ -69,9 +115,9 @@ export function thin(points, most) {
   return kept;
 }
 
-/** A centred moving average: unlike a trailing one, it does not lag behind. */
-export function smooth(points) {
-  const around = Math.max(2, Math.round(points.length / 60));
+/** A centred moving average: unlike a trailing one, it does not lag behind. `part` is how much of the line it covers. */
+export function smooth(points, part = 1 / 30) {
+  const around = Math.max(1, Math.round((points.length * part) / 2));
   const sums = [0];
   for (const [, x] of points) sums.push(sums[sums.length - 1] + x);
   return points.map(([place], n) => {

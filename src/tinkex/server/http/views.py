@@ -9,7 +9,15 @@ from typing import Any
 import orjson
 
 from tinkex.engine.contract import ModelInfo
-from tinkex.store.records import AuditEntry, CheckpointRecord, KeyRecord, RunRecord, SamplerRecord, SessionRecord
+from tinkex.store.records import (
+    AuditEntry,
+    CheckpointRecord,
+    KeyRecord,
+    RunRecord,
+    SamplerRecord,
+    SessionRecord,
+    lora_of,
+)
 from tinkex.store.run_records import ListedRun
 
 ORGANISATION = "tml:organization:tinkex"
@@ -89,6 +97,7 @@ def training_run(listed: ListedRun, checkpoints: Iterable[CheckpointRecord]) -> 
         "is_lora": True,
         "corrupted": False,
         "lora_rank": run.rank,
+        "lora_config": {**lora_of(run), "seed": run.seed},
         "last_request_time": time_text(run.last_request_at),
         "last_checkpoint": None if last is None else checkpoint(last),
         "last_sampler_checkpoint": None if last_sampler is None else checkpoint(last_sampler),

@@ -14,35 +14,56 @@ from tinkex.server.http.requests import ApiRequest
 from tinkex.server.service import Service
 from tinkex.server.training.intake import MAX_SEQ
 from tinkex.server.training.run_queue import PendingOperation
-from tinkex.server.training.steps import steps_of, thinned
+from tinkex.server.training.steps import picked, settled, steps_of
 from tinkex.store.records import OperationRecord
+from tinkex.store.store import Store
 
 MAX_OPERATIONS = 5000
 MAX_QUEUED_SHOWN = 100
 
 
 async def run_steps(request: ApiRequest) -> Response:
+    """Return the steps of a run in a range of numbers: all of them, in pages, or about `most_steps` of them at once."""
     service = request.service
     run = await request.find_run(request.path_params["run_id"])
     try:
         after = min(max(int(request.query_params.get("after_seq_id", -1)), -1), MAX_SEQ)
-        most_steps = int(request.query_params.get("most_steps", MAX_OPERATIONS))
+        before = min(int(request.query_params.get("before_seq_id", MAX_SEQ + 1)), MAX_SEQ + 1)
+        most_steps = max(int(request.query_params.get("most_steps", MAX_OPERATIONS)), 1)
     except ValueError:
-        raise bad_request("after_seq_id and most_steps must be whole numbers.", "bad_page") from None
+        raise bad_request("after_seq_id, before_seq_id and most_steps must be whole numbers.", "bad_page") from None
     is_active = service.worker.is_active(run.id)  # before the rows: a client that reads "idle" has read all steps
-    rows = await service.db(service.store.done_since, run.id, after, MAX_OPERATIONS)
-    steps, open_passes = steps_of(rows, is_cut=len(rows) == MAX_OPERATIONS)
+    found = await service.db(_some_of, service.store, run.id, after, before, most_steps)
+    if found is None:
+        steps, open_passes = await steps_after(service, run.id, after, before)
+        next_seq_id = steps[-1]["seq_id"] if steps else after
+        found = {"steps": steps, "count": len(steps), "next_seq_id": next_seq_id, "open_passes": open_passes}
+    if request.query_params.get("only") == "loss":
+        found["steps"] = [{"seq_id": step["seq_id"], "loss": step["loss"]} for step in found["steps"]]
     homes = {} if service.others is None else await service.others.urls_of([run.id])
-    return json_response(
-        {
-            "steps": thinned(steps, most_steps),
-            "count": len(steps),
-            "next_seq_id": steps[-1]["seq_id"] if steps else after,
-            "open_passes": open_passes,
-            "is_active": is_active,
-            "home": homes.get(run.id),
-        }
-    )
+    return json_response({**found, "is_active": is_active, "home": homes.get(run.id)})
+
+
+def _some_of(store: Store, run_id: str, after: int, before: int, most_steps: int) -> dict[str, Any] | None:
+    """Return every n-th step, so that there are at most so many; None if there are no more than that."""
+    end = min(before, store.last_done(run_id) + 1)
+    total = store.count_steps(run_id, after, end)
+    if total <= most_steps:
+        return None
+    steps = picked(store.pick_steps(run_id, after, end, total, -(-total // most_steps)))
+    return {"steps": steps, "count": total, "next_seq_id": steps[-1]["seq_id"], "open_passes": 0, "is_thinned": True}
+
+
+async def steps_after(
+    service: Service, run_id: str, after: int, before: int = MAX_SEQ + 1
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the next steps of a run, and how many forward_backward calls follow the last of them."""
+    # With the last operation before: what comes next did not wait while that one ran.
+    rows = await service.db(service.store.ended_since, run_id, after, MAX_OPERATIONS)
+    is_cut = len(rows) == MAX_OPERATIONS
+    previous = rows.pop(0) if rows and rows[0].seq_id == after else None
+    ended = [row for row in settled(rows, after) if row.seq_id < before]
+    return steps_of(ended, is_cut=is_cut, before=previous)
 
 
 async def service_state(request: ApiRequest) -> Response:
@@ -107,7 +128,8 @@ def _sum_of(own: dict[str, Any], others: Sequence[dict[str, Any]], *, has_engine
 async def failed_operations(request: ApiRequest) -> Response:
     service, tenant = request.service, request.tenant
     offset, limit = request.parse_page(50)
-    rows, total = await service.db(service.store.failures, tenant, offset, limit)
+    run_id = request.query_params.get("run_id") or None
+    rows, total = await service.db(service.store.failures, tenant, offset, limit, run_id)
     return json_response({"operations": [_failed(row) for row in rows], "cursor": views.cursor(offset, limit, total)})
 
 

@@ -17,6 +17,8 @@ from tinkex.store.records import CheckpointRecord
 from tinkex.store.run_records import Archived, ListedRun, RunFilter, RunOrder, RunStatus
 from tinkex.store.store import Store
 
+LARGE_FIELDS = frozenset({"user_metadata", "last_checkpoint", "last_sampler_checkpoint"})
+"""Left out of a brief list: a page asks for it every few seconds."""
 T = TypeVar("T")
 _PAGE = 500
 
@@ -33,6 +35,8 @@ async def list_training_runs(request: ApiRequest) -> Response:
         return _views(service.store, runs, now), total
 
     views_of_runs, total = await service.db(read)
+    if request.query_params.get("brief") == "true":
+        views_of_runs = [{name: view[name] for name in view.keys() - LARGE_FIELDS} for view in views_of_runs]
     return json_response({"training_runs": views_of_runs, "cursor": views.cursor(offset, limit, total)})
 
 

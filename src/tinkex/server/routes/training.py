@@ -28,6 +28,7 @@ from tinkex.server.http.fields import (
 from tinkex.server.http.requests import IN_THREAD_BYTES, ApiRequest
 from tinkex.server.service import Service
 from tinkex.server.training.checks import check_data, count_targets
+from tinkex.server.training.pass_notes import optimizer_options, pass_options
 from tinkex.server.training.run_queue import RunQueue
 from tinkex.store.records import CheckpointRecord, RunRecord, lora_of
 from tinkex.types.inputs import Datum
@@ -131,7 +132,7 @@ async def _pass(request: ApiRequest, kind: str) -> Response:
         targets = count_targets(batch.data)
         service.ledger.check("max_targets", targets, f"The call asks for {targets} log-probabilities")
         frame = pass_frame(decoded.kind, queue.run.id, batch.data, batch.loss_fn, batch.loss_fn_config)
-        return OperationContent(frame.encode(), tokens=tokens, targets=targets)
+        return OperationContent(frame.encode(), pass_options(batch, request.headers), tokens, targets)
 
     return await _submit(service, queue, decoded.seq_id, decoded.kind, make, in_thread=is_large)
 
@@ -188,7 +189,9 @@ async def optim_step(request: ApiRequest) -> Response:
     body = await request.read_json()
 
     def make(queue: RunQueue) -> OperationContent:
-        return OperationContent(Frame({"op": "optim_step", "adapter": queue.run.id, **_adam(body)}).encode())
+        params = _adam(body)
+        frame = Frame({"op": "optim_step", "adapter": queue.run.id, **params})
+        return OperationContent(frame.encode(), optimizer_options(params, ADAM_DEFAULTS))
 
     return await _operation(request, body, "optim_step", make)
 

@@ -9,5 +9,6 @@ Others import:
     waiters           Waiters, OperationResult: long polls and results
     run_queue         RunQueue, PendingOperation: one run's operations
     checks            check_data, check_text, count_targets: what a request may contain
-    steps             steps_of, thinned: a journal as optimizer steps
+    pass_notes        pass_options: what the journal notes about a pass for those who look at it
+    steps             steps_of, settled, picked: a journal as optimizer steps
 """

@@ -30,6 +30,8 @@ from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
 
+NOTES = "notes"
+"""Of `OperationRecord.options`: what is shown of a pass (`pass_notes`)."""
 REPLAYED = frozenset({"forward_backward", "optim_step"})
 """Kinds that change an adapter and are replayed. Loading changes it too, but a snapshot follows at once."""
 
@@ -73,9 +75,13 @@ async def set_aside(db: Db, store: Store, at: float, run_id: str, request_ids: l
 
 
 def digest_of(kind: str, command: bytes, options: Mapping[str, Any]) -> str:
-    """Return a hash of what an operation does, by which a retry, and a damaged record, is known."""
+    """Return a hash of what an operation does, by which a retry, and a damaged record, is known.
+
+    The notes about a pass are left out: it does the same without them.
+    """
+    does = {name: value for name, value in options.items() if name != NOTES}
     digest = hashlib.blake2b(command, digest_size=16)
-    digest.update(orjson.dumps([kind, options], option=orjson.OPT_SORT_KEYS))
+    digest.update(orjson.dumps([kind, does], option=orjson.OPT_SORT_KEYS))
     return digest.hexdigest()
 
 
