@@ -50,7 +50,7 @@ export class Plot {
       "aria-label": `${title}. Arrow keys move along the line, plus and minus zoom.`,
       "aria-valuemin": "1",
     });
-    this.empty = h("p", { class: "plot-empty muted" }, "Nothing yet.");
+    this.empty = h("p", { class: "plot-empty muted", hidden: true }, "Nothing yet.");
     this.element = h(
       "figure",
       { class: isTall ? "plot is-tall" : "plot" },
