@@ -51,7 +51,7 @@ export function timeTicks(low, high, wanted) {
 /** A tick's text, with as many decimals as its neighbours need. */
 export function tickText(x, step) {
   if (x === 0) return "0";
-  if (step < 1e-3 || Math.abs(x) >= 1e6) {
+  if ((step < 1e-3 && Math.abs(x) < 0.1) || Math.abs(x) >= 1e6) {
     const power = Math.floor(Math.log10(Math.abs(x)) + 1e-9);
     const head = Number((x / 10 ** power).toPrecision(3));
     return `${head}e${power}`.replaceAll("-", "−");
