@@ -10,7 +10,7 @@ export function ticks(low, high, wanted) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
   const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step);
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step || 0);
   return { step, values: found };
 }
 
@@ -44,7 +44,7 @@ export function timeTicks(low, high, wanted) {
   if (rough < 1) return ticks(low, high, wanted).values;
   const step = DURATIONS.find((seconds) => seconds >= rough * 0.999) ?? ticks(low / 86400, high / 86400, wanted).step * 86400;
   const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step);
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step || 0);
   return found;
 }
 
