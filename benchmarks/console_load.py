@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import os
 import platform
 import sqlite3
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,11 +107,28 @@ def add_run(rows: sqlite3.Connection, number: int) -> None:
     rows.execute(f"INSERT INTO runs ({', '.join(values)}) VALUES ({places})", values)
 
 
+def cpu_ms() -> float:
+    """The processor time of everything below this program: the service, its engine, the browser. Linux alone."""
+    parents: dict[int, int] = {}
+    spent: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            pid = int(stat.parent.name)
+            parents[pid], spent[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    below, found = {os.getpid()}, 0
+    while len(below) > found:
+        found = len(below)
+        below |= {pid for pid, parent in parents.items() if parent in below}
+    return 1000.0 * sum(spent[pid] for pid in below - {os.getpid()}) / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass
 class Seen:
     """What was measured of one page."""
 
     ready_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
     redraw_ms: list[float] = field(default_factory=list)
     first_bytes: float = 0.0
     poll_bytes: float = 0.0
@@ -145,8 +164,10 @@ def measure(browser: Browser, address: str, css: str, text: str, polled: str) ->
     """`polled` is a part of the address of a request that the page makes once in each of its rounds."""
     seen = Seen()
     for _ in range(ROUNDS):
+        before = cpu_ms()
         browser.open(address)
         seen.ready_ms.append(float(browser.run(READY, css, text)))
+        seen.cpu_ms.append(cpu_ms() - before)
     time.sleep(4)  # what the page loads after its first view
     seen.first_bytes, _ = browser.run(TRANSFERRED, polled)
     time.sleep(POLLED_S)
@@ -172,6 +193,7 @@ def measure_all(folder: Path, scratch: Path) -> dict[str, Seen]:
 def page(found: dict[str, Seen], seed_s: float) -> str:
     rows = [
         f"| {name} | {statistics.median(seen.ready_ms):,.0f} | {max(seen.ready_ms):,.0f} | "
+        f"{statistics.median(seen.cpu_ms):,.0f} | "
         f"{statistics.median(seen.redraw_ms or [0]):,.0f} | {seen.first_bytes / 1000:,.0f} | "
         f"{seen.poll_bytes / 1000:,.1f} | {seen.heap_mb:,.0f} |"
         for name, seen in found.items()
@@ -183,10 +205,11 @@ def page(found: dict[str, Seen], seed_s: float) -> str:
             "",
             f"{head}; commit {commit()}, {dt.datetime.now(dt.UTC):%Y-%m-%d}. Filled in {seed_s:.0f} s. `python -m "
             "benchmarks.console_load`: Chromium without a GPU, the service on the same cores, median of "
-            f"{ROUNDS}. Ready: painted, and its links and plots can be used. Redraw: all plots in view, at once.",
+            f"{ROUNDS}. Ready: painted, and its links and plots can be used. Processor: service and browser, "
+            "a new tab included. Redraw: all plots in view, at once.",
             "",
-            "| page | ready, ms | slowest, ms | redraw, ms | first load, kB | each poll, kB | heap, MB |",
-            "|---|---|---|---|---|---|---|",
+            "| page | ready, ms | slowest | processor, ms | redraw, ms | first load, kB | each poll, kB | heap, MB |",
+            "|---|---|---|---|---|---|---|---|",
             *rows,
             "",
         ]

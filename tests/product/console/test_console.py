@@ -248,7 +248,7 @@ def test_a_plot_has_round_ticks_and_loses_no_spike(page: Browser, stage: Stage) 
                 return values.map((x) => tickText(x, step));
             };
             return {
-                texts: [texts(0, 6.6, 4), texts(0, 0.00112, 3), texts(-0.3, 0.3, 4), texts(0, 12345, 3)],
+                texts: [texts(0, 6.6, 4), texts(0, 0.00112, 3), texts(-0.3, 0.3, 4), texts(0, 12345, 3), texts(3.2855, 3.2869, 3)],
                 whole: [wholeTicks(1, 3, 8), wholeTicks(1, 60, 6)],
                 thinned: [thinned.length, Math.max(...thinned.map(([, x]) => x)), thinned.at(-1)],
                 isSorted: thinned.every(([n], at) => at === 0 || n > thinned[at - 1][0]),
@@ -262,6 +262,7 @@ def test_a_plot_has_round_ticks_and_loses_no_spike(page: Browser, stage: Stage) 
         ["0", "5e−4", "1e−3"],
         ["−0.2", "0", "0.2"],
         ["0", "5,000", "10,000"],
+        ["3.2855", "3.2860", "3.2865"],
     ]
     assert told["whole"][0] == [1, 2, 3] and told["whole"][1] == [10, 20, 30, 40, 50, 60]
     assert told["thinned"][0] <= 401 and told["thinned"][1:] == [99, [4999, 4999 % 7]]

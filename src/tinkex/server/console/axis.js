@@ -27,6 +27,7 @@ function clock(seconds) {
   const s = Math.round(seconds);
   if (s !== seconds && seconds < 10) return `${Number(seconds.toFixed(2))} s`;
   if (s >= 172800 && s % 86400 === 0) return `${s / 86400} d`;
+  if (s >= 86400 && s % 3600 === 0) return `${s / 3600} h`;
   const [hours, minutes, rest] = [Math.floor(s / 3600), Math.floor(s / 60) % 60, s % 60].map(String);
   return hours === "0" ? `${minutes}:${rest.padStart(2, "0")}` : `${hours}:${minutes.padStart(2, "0")}:${rest.padStart(2, "0")}`;
 }

@@ -2,7 +2,7 @@
 
 import { AXES } from "./axis.js";
 import { h, svg } from "./dom.js";
-import { NONE } from "./format.js";
+import { measure, NONE } from "./format.js";
 import { logRange, logTicks, nearest, range, smooth, thin, ticks, tickText } from "./scale.js";
 
 const TOP = 10;
@@ -50,7 +50,7 @@ export class Plot {
       "aria-label": `${title}. Arrow keys move along the line, plus and minus zoom.`,
       "aria-valuemin": "1",
     });
-    this.empty = h("p", { class: "plot-empty muted" }, "Nothing yet.");
+    this.empty = h("p", { class: "plot-empty muted", hidden: true }, "Nothing yet.");
     this.element = h(
       "figure",
       { class: isTall ? "plot is-tall" : "plot" },
@@ -116,7 +116,7 @@ export class Plot {
     const height = this.drawing.clientHeight || 200;
     const isLog = this.isLog;
     if (isLog) {
-      this.yTicks = logTicks(low, high, height / 48).map((y) => [y, tickText(y, Math.min(y, 1))]);
+      this.yTicks = logTicks(low, high, height / 48).map((y) => [y, measure(y)]);
     } else {
       const { step, values } = ticks(low, high, height / 48);
       this.yTicks = values.map((y) => [y, tickText(y, step)]);

@@ -97,7 +97,7 @@ export async function deleteRun(id, name, act) {
   const named = saved.slice(0, MOST_NAMED).map((one) => h("li", { class: "id" }, one.checkpoint_id));
   const told = [
     h("p", {}, "Its curves, metrics and samples are deleted permanently."),
-    saved.length > 0 && h("p", {}, `So are its ${plural(saved.length, "checkpoint")}. What samples from them stops working:`),
+    saved.length > 0 && h("p", {}, `${plural(saved.length, "checkpoint")} of it will go too, and what samples from there stops working:`),
     saved.length > 0 && h("ul", { class: "named" }, named, more > 0 && h("li", {}, `and ${count(more)} more`)),
     h("p", { class: "muted id" }, id),
   ].filter(Boolean);

@@ -10,7 +10,7 @@ export function ticks(low, high, wanted) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
   const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step);
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step || 0);
   return { step, values: found };
 }
 
@@ -44,14 +44,14 @@ export function timeTicks(low, high, wanted) {
   if (rough < 1) return ticks(low, high, wanted).values;
   const step = DURATIONS.find((seconds) => seconds >= rough * 0.999) ?? ticks(low / 86400, high / 86400, wanted).step * 86400;
   const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step);
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step || 0);
   return found;
 }
 
 /** A tick's text, with as many decimals as its neighbours need. */
 export function tickText(x, step) {
   if (x === 0) return "0";
-  if (step < 1e-3 || Math.abs(x) >= 1e6) {
+  if ((step < 1e-3 && Math.abs(x) < 0.1) || Math.abs(x) >= 1e6) {
     const power = Math.floor(Math.log10(Math.abs(x)) + 1e-9);
     const head = Number((x / 10 ** power).toPrecision(3));
     return `${head}e${power}`.replaceAll("-", "−");
