@@ -27,8 +27,8 @@ from sqlalchemy import (
 from tinkex.rules.run_names import LATEST, LEAST_PREFIX
 from tinkex.store.database import as_record, bounded, values_of
 from tinkex.store.journal import Journal
-from tinkex.store.logged.logged_store import delete_logged
 from tinkex.store.records import AuditEntry, CheckpointRecord, Home, RunRecord, SamplerRecord
+from tinkex.store.runs.logged_store import delete_logged
 from tinkex.store.tables import audit, checkpoints, operations, payloads, runs, safe_text, samplers, sessions
 
 RunStatus = Literal["running", "idle", "finished", "failed"]

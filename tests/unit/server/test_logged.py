@@ -15,7 +15,7 @@ from tinkex.server.http.errors import RequestRejected
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import logged
 from tinkex.server.service import Service
-from tinkex.store.logged.logged_store import delete_logged
+from tinkex.store.runs.logged_store import delete_logged
 
 
 async def ask(

@@ -23,8 +23,8 @@ from tinkex.server.routes.insight import steps_after
 from tinkex.server.routes.sessions import idempotency_key
 from tinkex.server.service import Service
 from tinkex.server.training.intake import MAX_SEQ
-from tinkex.store.logged.logged_store import NewRows
 from tinkex.store.records import RunRecord
+from tinkex.store.runs.logged_store import NewRows
 
 MAX_ENTRIES = 1000
 """Entries, and samples, of one request."""
