@@ -35,7 +35,8 @@ def test_a_tracker_has_stored_the_numbers_of_the_progress(
     ]
     ran = subprocess.run(words, cwd=tools.ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    told = json.loads(ran.stdout.splitlines()[-1])
+    [line] = [line for line in ran.stdout.splitlines() if line.startswith("{")]  # trackers print lines of their own
+    told = json.loads(line)
     assert {"loss", "tokens", "learning_rate", "reward/mean", "kl", "step:max"} <= told["read"].keys()
     for name, points in told["logged"].items():
         steps, values = zip(*points, strict=True)
