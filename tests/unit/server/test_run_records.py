@@ -20,7 +20,7 @@ from tinkex.server.http.errors import RequestRejected
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import runs
 from tinkex.server.service import Service
-from tinkex.store.errors import RunDeleted
+from tinkex.store.records import Home
 
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789"
 
@@ -178,7 +178,7 @@ async def test_a_run_in_use_is_deleted_only_with_force_and_then_wholly(tmp_path:
         deleting = asyncio.create_task(ask(service, runs.delete_training_run, queue.run.id, "force=true"))
         while await service.db(service.store.get_run, queue.run.id) is not None:
             await asyncio.sleep(0.002)
-        with pytest.raises(RunDeleted):
+        with pytest.raises(RequestRejected, match="was unloaded"):
             await step(service, queue, 4, 0.5)
         engine.gate.set()
         assert (await deleting)["operations"] == 4
@@ -188,6 +188,24 @@ async def test_a_run_in_use_is_deleted_only_with_force_and_then_wholly(tmp_path:
         with pytest.raises(RequestRejected, match="is not known"):
             await service.intake.run_queue("t", queue.run.id)
         await done(service, await step(service, await new_run(service, "other"), 1, 0.5))  # the worker goes on
+
+
+@scenario
+async def test_a_long_journal_is_deleted_in_pieces_between_which_others_use_the_store(tmp_path: Path) -> None:
+    """100,000 operations in one transaction took four seconds, on the one thread that the store has."""
+    async with running(tmp_path, FakeEngine()) as service:
+        queue = await new_run(service)
+        for seq_id in range(1, 6):
+            await done(service, await step(service, queue, seq_id, 0.5))
+        sizes, whole = [], service.store.delete_ended_operations
+
+        def counted(run_id: str, most: int, home: Home | None) -> int:
+            sizes.append(whole(run_id, 4, home))
+            return sizes[-1]
+
+        service.store.delete_ended_operations = counted  # type: ignore[method-assign]
+        assert (await ask(service, runs.delete_training_run, queue.run.id))["operations"] == 6
+        assert sizes == [4, 2, 0] and await service.db(service.store.operations_of, queue.run.id) == []
 
 
 @scenario
