@@ -20,8 +20,12 @@ from tinkex.server.http.errors import RequestRejected
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import runs
 from tinkex.server.service import Service
-from tinkex.store.records import Home
+from tinkex.server.training.residency import NOTES
+from tinkex.server.training.steps import last_loss
+from tinkex.store.journal import EndedStep
+from tinkex.store.records import Home, OperationRecord
 
+RETURNED = {"loss": 0.25, "metrics": {}}
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789"
 
 
@@ -139,6 +143,29 @@ def test_a_tenant_finds_changes_and_deletes_no_run_of_another(serve: Callable[..
         assert served.ask(method, f"training_runs/{run.id}{query}", body, key=BOB).status == 404
     assert served.ask("GET", "training_runs?q=mine", key=BOB).json["cursor"]["total_count"] == 0
     assert served.ask("GET", f"training_runs/{run.id}", key=ALICE).json["name"] == "mine"
+
+
+def test_the_loss_of_a_run_is_what_a_custom_loss_returned(named: Served) -> None:
+    """Not that of the pass which carries the gradient: it was drawn rising while the program's loss fell."""
+    run_id = "abcd1:train:0"
+    kinds = (("forward", {"pass": "custom"}), ("forward_backward", {"pass": "custom", "custom_loss": RETURNED}))
+
+    def train() -> None:
+        for seq_id, (kind, notes) in enumerate([*kinds, ("optim_step", {})], 1):
+            row = OperationRecord(
+                request_id=f"op-{seq_id}", run_id=run_id, tenant="local", seq_id=seq_id, kind=kind, digest="",
+                options={NOTES: notes},
+            )  # fmt: skip
+            named.store.add_operation(row, b"")
+            metrics = {"loss:sum": -18.0, "weight:sum": 2.0}
+            step = EndedStep(run_id, seq_id, last_loss) if kind == "optim_step" else None
+            named.store.finish(
+                row.request_id, at=1.0, result=b"{}", result_type="json", metrics=metrics, step=step
+            )  # fmt: skip
+
+    named.run(named.service.db(train))
+    run = find(named, run_id).json
+    assert (run["steps"], run["loss"]) == (1, 0.25)
 
 
 # ── Against a worker with an engine
