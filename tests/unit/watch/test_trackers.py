@@ -73,7 +73,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_training_goes_on(
             raise OSError("the disk is full")
 
     calls: list[Any] = []
-    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
     progress = tinkex.progress(training, 3, file=io.StringIO(), log_to="tensorboard")
     with caplog.at_level(logging.ERROR, "tinkex.progress"), progress:
         for _ in progress:
