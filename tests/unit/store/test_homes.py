@@ -389,7 +389,7 @@ def test_a_node_writes_about_a_run_that_is_at_home_there(write: str, store: Clus
 def test_what_a_proof_takes_away_of_a_cluster_is_gone_and_nothing_else(
     store: ClusterStore, postgres_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before: the patch of the renewal wrote what PostgreSQL refuses. No node renewed at all, which was noticed too."""
+    """Before: the patch of the renewal wrote what PostgreSQL refuses. No node renewed at all, noticed or not."""
     monkeypatch.setattr(broken, "_replace", monkeypatch.setattr)
     home = create(store)
     broken.take_away("renewal", "server")

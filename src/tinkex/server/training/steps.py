@@ -9,8 +9,8 @@ from typing import Any
 from tinkex.rules.metrics import step_loss
 from tinkex.server.http import views
 from tinkex.server.training.pass_notes import custom_loss, loss_function, notes_of, surrogates
-from tinkex.store.runs.long_runs import PickedStep
 from tinkex.store.records import OperationRecord
+from tinkex.store.runs.long_runs import PickedStep
 
 STEP_KINDS = frozenset({"forward", "forward_backward", "optim_step"})
 
