@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MINUTE_S = 60.0
-FLAT_RATIO = 1.1
+FLAT_RATIO = 1.05
 """Memory is flat if its floor grows by less from the middle third of a time to the last. The first third fills what is
 bounded. The floor is the tenth percentile: bombs and large results make peaks, a leak raises what is always there."""
-FLAT_RULE = "flat: the tenth percentile of the last third is at most 10 % above that of the middle third"
+FLAT_RULE = "flat: the tenth percentile of the last third is at most 5 % above that of the middle third"
 
 
 class Reading(NamedTuple):

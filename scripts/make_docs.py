@@ -93,6 +93,8 @@ def _default(name: str) -> str:
     value = getattr(settings.Config(), name)
     if name == "cache_dir":
         return "the user's cache folder"
+    if name == "metrics_dir":
+        return "`metrics` in the user's data folder"
     if isinstance(value, dict) and value:
         return ", ".join(f"`{name}` {size}" for name, size in value.items())
     if isinstance(value, float):

@@ -60,6 +60,7 @@ BODIES: dict[str, type[Value] | None] = {
     "weights_info": None,
     "copy_weights": weights.CopyWeightsRequest,
     "set_session_project": None,
+    "log_metrics": None,
     "search_sessions": session.SessionSearchRequest,
     "update_training_run": account.UpdateTrainingRunRequest,
 }
@@ -68,6 +69,12 @@ BODIES: dict[str, type[Value] | None] = {
 OWN_BODIES: dict[str, Schema] = {
     "set_checkpoint_ttl": {"properties": {"ttl_seconds": {"type": ["integer", "null"]}}},
     "weights_info": {"properties": {"tinker_path": {"type": "string"}}, "required": ["tinker_path"]},
+    "log_metrics": {
+        "properties": {
+            "entries": {"type": "array", "items": {"type": "object"}},
+            "samples": {"type": "array", "items": {"type": "object"}},
+        }
+    },
     "set_session_project": {"properties": {"project_id": {"type": "string"}}, "required": ["project_id"]},
 }
 _PAGE = {"offset": "integer", "limit": "integer"}
@@ -82,11 +89,18 @@ QUERIES: dict[str, dict[str, str]] = {
     "list_user_checkpoints": _PAGE,
     "list_sessions": _PAGE,
     "failed_operations": {**_PAGE, "run_id": "string"},
+    "run_metrics": {"after": "integer", "most": "integer"},
+    "run_samples": {"after": "integer", "most": "integer"},
+    "run_history": {"format": "string"},
     "run_steps": {"after_seq_id": "integer", "before_seq_id": "integer", "most_steps": "integer", "only": "string"},
     "audit_log": {"day": "string", "event_type": "string"},
     "checkpoint_storage_usage": {"project_id": "string"},
 }
-STREAMS = {"sample_stream": "text/event-stream", "tokenizer_file": "application/octet-stream"}
+STREAMS = {
+    "sample_stream": "text/event-stream",
+    "tokenizer_file": "application/octet-stream",
+    "run_history": "text/csv",
+}
 NOT_OFFERED = {"auth_token", "create_custom_loss", "billing_usage"}
 """Known to clients, and always rejected here with a sentence."""
 

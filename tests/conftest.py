@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from tests.prepare import WHEELS
 # Tests install nothing from outside: pip, also that of child processes, sees only what `make prepare` downloaded.
 os.environ["PIP_NO_INDEX"] = "1"
 os.environ["PIP_FIND_LINKS"] = str(WHEELS)
+
+# Runs of tests leave their metrics nowhere but here.
+os.environ["TINKEX_METRICS_DIR"] = tempfile.mkdtemp(prefix="tinkex-test-metrics-")
 
 # Two processes on two cores stand still together otherwise. OpenMP reads it when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

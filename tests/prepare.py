@@ -49,6 +49,7 @@ def main(words: list[str]) -> int:
     official_clients(is_full)
     if is_full:
         linters()
+        trackers()
     return code
 
 
@@ -141,6 +142,13 @@ def linters() -> None:
 
     for tool in tools.OF_DEPLOYMENTS:
         tools.make(tool)
+
+
+def trackers() -> None:
+    """Make the environment of the trackers that `tinkex.progress` writes to."""
+    from tests import tools
+
+    tools.make("trackers")
 
 
 # ── Official clients

@@ -24,6 +24,10 @@ TOOLS = {
     "kubernetes-validate": ("kubernetes-validate==1.37.0", False),
     "yamllint": ("yamllint==1.38.0", False),
     "ray": ("ray[default]==2.60.0", True),
+    "trackers": (
+        "wandb==0.31.0 trackio==0.43.0 tensorboardX==2.6.5 tensorboard==2.21.0 mlflow-skinny==3.17.2",
+        True,
+    ),
 }
 """What to install, and whether the environment sees ours: a tool that needs packages in other releases must not."""
 
@@ -55,7 +59,7 @@ def make(tool: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         # Captured: pip names the addresses of the index in its warnings.
-        done = subprocess.run([*pip, requirement], capture_output=True, text=True, check=False)
+        done = subprocess.run([*pip, *requirement.split()], capture_output=True, text=True, check=False)
         if done.returncode:
             raise ToolMissing(f"pip cannot install {requirement}: {done.stderr.strip()[-300:]}")
         ready.touch()

@@ -103,6 +103,8 @@ class StepEvent(NamedTuple):
     metrics: Mapping[str, float] = MappingProxyType({})
     """Those of the response; of an optim_step also `learning_rate`, as it was given."""
     session_id: str = ""
+    reason: str = ""
+    """Why it failed, in words. Empty if it succeeded or was cancelled."""
 
 
 Event = StartEvent | RequestEvent | RetryEvent | PollEvent | QueueEvent | StepEvent

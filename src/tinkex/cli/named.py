@@ -6,14 +6,14 @@ import argparse
 
 import tinkex
 from tinkex.cli.connect import rest_client
-from tinkex.errors import BadRequestError, NotFoundError, ValidationError
-from tinkex.rules.run_names import LATEST
+from tinkex.errors import NotFoundError, ValidationError
 from tinkex.terminal.format import aware
 
 RUN = "a name, an id or its beginning, the path of a checkpoint, or latest"
 CHECKPOINT = "tinker://…, RUN/weights/NAME, or a run: its newest checkpoint; latest: the newest of all"
 WEIGHTS = "tinker://…/sampler_weights/…, a run: what it saved for sampling last, or latest: what you saved last"
 """What the help of commands says of a run, of a checkpoint, and of weights to sample from."""
+LATEST = "latest"  # `rules.run_names` has it too, but would load every type for `--help`
 KINDS = ("weights", "sampler_weights", "external_weights")
 SAMPLER = "sampler"
 SCHEME = "tinker://"
@@ -21,19 +21,20 @@ PAGE = 1000
 
 
 def run_named(client: tinkex.RestClient, text: str) -> tinkex.TrainingRun:
-    """Return the run that a text names. What the service says of one that it does not find is the whole error."""
+    """Return the run that a text names."""
     try:
         return client.find_run(text).result()
-    except (NotFoundError, BadRequestError) as error:
-        if text == LATEST and isinstance(error, NotFoundError):
-            raise ValidationError(
-                "There is no training run yet. Start one, or name another service with TINKER_BASE_URL.", "unknown_run"
-            ) from None
-        body = error.body
-        if not isinstance(body, dict) or not isinstance(body.get("detail"), str):
+    except NotFoundError:
+        if text != LATEST:
             raise
-        is_known = isinstance(error, BadRequestError)
-        raise ValidationError(body["detail"], "ambiguous_run" if is_known else "unknown_run") from None
+        raise ValidationError(
+            "There is no training run yet. Start one, or name another service with TINKER_BASE_URL.", "no_run"
+        ) from None
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether an error says that no run is called so."""
+    return isinstance(error, NotFoundError) or getattr(error, "code", "") == "unknown_run"
 
 
 def checkpoint_named(client: tinkex.RestClient, text: str, kind: str | None = None) -> str:
@@ -75,8 +76,8 @@ def weights_named(args: argparse.Namespace, text: str, base_models: list[str]) -
     """Return the path of the weights to sample from that a text names, which is no base model of the service."""
     try:
         return checkpoint_named(rest_client(args), text, SAMPLER)
-    except ValidationError as error:
-        if error.code != "unknown_run":
+    except (NotFoundError, ValidationError) as error:
+        if not is_unknown(error):
             raise
         raise ValidationError(
             f"The service has no model {text!r}, and you have no run with this id or name. It offers "

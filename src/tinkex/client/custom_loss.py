@@ -61,8 +61,12 @@ def surrogate(data: Sequence[Datum], forward: ForwardBackwardOutput, loss_fn: Cu
 
 
 def with_metrics(backward: ForwardBackwardOutput, surrogate: Surrogate) -> ForwardBackwardOutput:
-    """Return the result of the whole call. `loss:sum` is the caller's; the service's becomes `surrogate_loss:sum`."""
-    metrics = {**backward.metrics, **surrogate.metrics, "loss:sum": surrogate.loss}
+    """Return the result of the whole call. `loss:sum` is the caller's; the service's becomes `surrogate_loss:sum`.
+
+    The weights of the second pass are gradients: their sum is left out.
+    """
+    service = {name: value for name, value in backward.metrics.items() if name != "weight:sum"}
+    metrics = {**service, **surrogate.metrics, "loss:sum": surrogate.loss}
     if "loss:sum" in backward.metrics:
         metrics["surrogate_loss:sum"] = backward.metrics["loss:sum"]
     return ForwardBackwardOutput.model_construct(

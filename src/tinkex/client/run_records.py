@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from tinkex.client._calls.handshake import ready
 from tinkex.client._runtime.account_client import AccountClient, keeps_records
@@ -13,6 +14,8 @@ from tinkex.rules.run_names import LATEST, LEAST_PREFIX, check_run_name, check_t
 from tinkex.types import (
     DeletedTrainingRun,
     ParsedCheckpointTinkerPath,
+    RunMetricsResponse,
+    RunSamplesResponse,
     RunStepsResponse,
     TrainingRun,
     TrainingRunsResponse,
@@ -163,6 +166,30 @@ class RunRecords(AccountClient):
 
     async def get_run_steps_async(self, training_run_id: str, after_seq_id: int = -1) -> RunStepsResponse:
         return await self.get_run_steps(training_run_id, after_seq_id)
+
+    def get_run_metrics(self, training_run_id: str, after: int = 0, most: int = 1000) -> APIFuture[RunMetricsResponse]:
+        """Return the numbers that a program logged for a run, oldest first. Only our service has it."""
+        query = {"after": after, "most": most}
+        return self._call("get_run_metrics", endpoints.RUN_METRICS, query, run_id=training_run_id)
+
+    async def get_run_metrics_async(self, training_run_id: str, after: int = 0, most: int = 1000) -> RunMetricsResponse:
+        return await self.get_run_metrics(training_run_id, after, most)
+
+    def get_run_samples(self, training_run_id: str, after: int = 0, most: int = 1000) -> APIFuture[RunSamplesResponse]:
+        """Return the samples that a program logged for a run, oldest first. Only our service has it."""
+        query = {"after": after, "most": most}
+        return self._call("get_run_samples", endpoints.RUN_SAMPLES, query, run_id=training_run_id)
+
+    async def get_run_samples_async(self, training_run_id: str, after: int = 0, most: int = 1000) -> RunSamplesResponse:
+        return await self.get_run_samples(training_run_id, after, most)
+
+    def get_run_history(self, training_run_id: str, format: Literal["csv", "jsonl"] = "csv") -> APIFuture[str]:
+        """Return the steps of a run and the numbers that were logged for it, as one text. Only our service has it."""
+        path = endpoints.RUN_HISTORY.url(run_id=training_run_id) + f"?format={format}"
+        return self._ask(endpoints.RUN_HISTORY, path=path, read=lambda response: response.content.decode())
+
+    async def get_run_history_async(self, training_run_id: str, format: Literal["csv", "jsonl"] = "csv") -> str:
+        return await self.get_run_history(training_run_id, format)
 
     def _change(self, method: str, training_run_id: str, **changes: object) -> APIFuture[TrainingRun]:
         body = requests.update_run(changes)

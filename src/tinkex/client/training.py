@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tinkex.client._calls import chunks, validate
@@ -18,6 +19,7 @@ from tinkex.client._files.tokenizer_files import load_tokenizer
 from tinkex.client._runtime.base_client import BaseClient, warn_of_retry_config
 from tinkex.client._runtime.operation import NO_METRICS, NO_USAGE
 from tinkex.client._runtime.operation_queue import OperationQueue, Turn
+from tinkex.client._runtime.run_log import FLUSH_S, metrics_row, sample_row
 from tinkex.client._runtime.session import Session
 from tinkex.client.custom_loss import CustomLossFn
 from tinkex.client.future import APIFuture
@@ -55,6 +57,7 @@ class TrainingClient(BaseClient):
         self.model_id = model_id
         self.base_model = base_model
         self._queue = OperationQueue(session, model_id, next_seq_id, self._observer())
+        self._log = session.run_log(model_id)
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -298,6 +301,71 @@ class TrainingClient(BaseClient):
             endpoints.UNLOAD_MODEL,
             lambda seq, dialect: requests.request(UnloadModelRequest(model_id=self.model_id), dialect),
         )
+
+    def _take_failure(self) -> tuple[str, BaseException] | None:
+        """Return the first failed call whose future nobody has read, by its name, and its error; None if there is none.
+
+        Each one once. `tinkex.progress` raises it.
+        """
+        failure = self._queue.take_failure()
+        return None if failure is None else (failure[0].name, failure[1])
+
+    # -- metrics and samples of your own ------------------------------------------------------------------------------
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log numbers of your own for this run, such as a reward. Never waits: they are sent in the background.
+
+        They are kept in `metrics_file` too. A service that keeps no metrics gets none.
+
+        >>> training = service.create_lora_training_client("Qwen/Qwen3-8B")
+        >>> training.log_metrics({"reward": 0.4, "kl": 0.02}, step=1)
+        """
+        link = self._session.link()
+        row = metrics_row(metrics, step, self._queue.next_seq_id - 1, link.clock.wall())
+        self._log.add(link, "metrics", row)
+
+    async def log_metrics_async(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.log_metrics(metrics, step)
+
+    def log_sample(
+        self,
+        prompt: str,
+        text: str,
+        reward: float | None = None,
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log a sample of this run, as `log_metrics` logs numbers. Texts beyond 100,000 characters are cut."""
+        link = self._session.link()
+        self._log.add(link, "sample", sample_row(prompt, text, reward, step, metadata or {}, link.clock.wall()))
+
+    async def log_sample_async(
+        self,
+        prompt: str,
+        text: str,
+        reward: float | None = None,
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.log_sample(prompt, text, reward, step=step, metadata=metadata)
+
+    def _keep_locally(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Write a line to `metrics_file`, and send nothing. `tinkex.progress` keeps its steps so."""
+        self._log.file.write({"kind": kind, **row})
+
+    @property
+    def metrics_file(self) -> Path | None:
+        """Where what was logged is kept on this machine, as lines of JSON; None with `metrics_dir="none"`."""
+        return self._log.file.path
+
+    def flush_metrics(self, timeout: float = FLUSH_S) -> None:
+        """Wait until the service has what was logged, or so many seconds. `ServiceClient.close()` does it too."""
+        self._log.finish(timeout)
+
+    async def flush_metrics_async(self, timeout: float = FLUSH_S) -> None:
+        await self._log.finish_async(timeout)
 
     # -- about the model --------------------------------------------------------------------------------------------
 

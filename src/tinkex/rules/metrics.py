@@ -71,6 +71,12 @@ def step_loss(passes: Iterable[Mapping[str, Number | None]]) -> float | None:
     return total / weight if weight > 0 else None
 
 
+def is_mean(passes: Iterable[Mapping[str, Number | None]]) -> bool:
+    """Whether `step_loss` of these passes is a mean over their weights, not a sum."""
+    reported = [metrics for metrics in passes if metrics.get("loss:sum") is not None]
+    return bool(reported) and all(metrics.get("weight:sum") is not None for metrics in reported)
+
+
 def _mean(values: list[Number], weights: list[int]) -> Number:
     if not any(weights):
         weights = [1] * len(values)

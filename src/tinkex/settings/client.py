@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.errors import ConfigError
-from tinkex.settings.folders import cache_dir
+from tinkex.settings.folders import cache_dir, data_dir
 from tinkex.settings.setting import Setting, Sourced, as_float, check_names, count, gather, unchanged
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
@@ -54,6 +54,7 @@ class Config:
     cf_client_id: str | None = field(default=None, repr=False)
     cf_client_secret: str | None = field(default=None, repr=False)
     cache_dir: str = ""
+    metrics_dir: str = ""
 
     def __post_init__(self) -> None:
         for setting in CLIENT:
@@ -77,6 +78,7 @@ def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Confi
     if not merged.get("api_key"):
         merged["api_key"] = _key_from(command) or _stored_key() or _keyless(merged["base_url"])
     merged.setdefault("cache_dir", str(cache_dir(environ)))
+    merged.setdefault("metrics_dir", str(data_dir(environ) / "metrics"))
     return Config(**merged)
 
 
@@ -307,6 +309,7 @@ CLIENT = (
     Setting("cf_client_secret", _key, "Cloudflare Access: sent as `CF-Access-Client-Secret`.",
             "", "", True, "CLOUDFLARE_ACCESS_CLIENT_SECRET"),
     Setting("cache_dir", unchanged, "Where tokenizers that the service hands out are kept."),
+    Setting("metrics_dir", unchanged, "Where `metrics.jsonl` of each run is kept. `none`: nowhere."),
     Setting("credential_cmd", unchanged, "A command that prints the key; asked where no key is given.",
             "", "", True, "TINKER_CREDENTIAL_CMD"),
 )  # fmt: skip

@@ -153,6 +153,14 @@ LIMITS = (
         "tenant", 400, "too_many_models", "Unload runs that are not used; after a day without use they do not count.",
     ),
     Limit(
+        Setting("max_run_metric_bytes", count(1024), "Bytes of the metrics that a program logs for one run.", "BYTES"),
+        "request", 400, "too_many_metrics", "Log less often, or fewer metrics. metrics.jsonl on your machine has all.",
+    ),
+    Limit(
+        Setting("max_run_sample_bytes", count(1024), "Bytes of the samples that a program logs for one run.", "BYTES"),
+        "request", 400, "too_many_run_samples", "Log fewer samples. metrics.jsonl on your machine has all.",
+    ),
+    Limit(
         Setting("max_samplers", count(1), "Sampling sessions that one tenant makes within an hour.", "N"),
         "tenant", 400, "too_many_samplers", "Use one sampling session for many samples.",
     ),

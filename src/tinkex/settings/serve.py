@@ -121,6 +121,8 @@ class ServeConfig:
     max_unread_bytes: int = 8 * MIB
     max_sessions: int = 4096
     max_models: int = 4096
+    max_run_metric_bytes: int = 256 * MIB
+    max_run_sample_bytes: int = 64 * MIB
     max_samplers: int = 10_000
     max_uploads: int = 4
     adapter_memory_mb: int | None = None

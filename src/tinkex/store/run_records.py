@@ -28,6 +28,7 @@ from tinkex.rules.run_names import LATEST, LEAST_PREFIX
 from tinkex.store.database import as_record, bounded, values_of
 from tinkex.store.journal import Journal
 from tinkex.store.records import AuditEntry, CheckpointRecord, Home, RunRecord, SamplerRecord
+from tinkex.store.runs.logged_store import delete_logged
 from tinkex.store.tables import audit, checkpoints, operations, payloads, runs, safe_text, samplers, sessions
 
 RunStatus = Literal["running", "idle", "finished", "failed"]
@@ -143,6 +144,7 @@ class RunStore(Journal):
             connection.execute(delete(checkpoints).where(checkpoints.c.run_id == run_id))
             for sampler in deleted.samplers:
                 connection.execute(delete(samplers).where(samplers.c.id == sampler.id))
+            delete_logged(connection, run_id)
             connection.execute(delete(runs).where(runs.c.id == run_id))
             connection.execute(insert(audit), values_of(entry))
         self._payloads.remove(files)

@@ -23,11 +23,12 @@ from tinkex.store.database import Durability, connect, connect_alone, sqlite_con
 from tinkex.store.errors import DatabaseAway, DiskFull, Duplicate, Unavailable
 from tinkex.store.journal import existing_operation
 from tinkex.store.lease import Lease, check_not_served, lease_for
-from tinkex.store.long_runs import LongRunStore
 from tinkex.store.migrations import migrate
 from tinkex.store.payloads import Payloads, StoredPayload
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.run_records import RunStore
+from tinkex.store.runs.logged_store import LoggedStore
+from tinkex.store.runs.long_runs import LongRunStore
 from tinkex.store.sessions import SessionStore, insert_session
 from tinkex.store.tables import payloads, remembered_responses, runs, secrets
 
@@ -42,7 +43,7 @@ class Freed(NamedTuple):
 logger = logging.getLogger("tinkex.store")
 
 
-class Store(SessionStore, RunStore, LongRunStore, CheckpointStore, AccessStore):
+class Store(SessionStore, RunStore, LongRunStore, CheckpointStore, AccessStore, LoggedStore):
     folders: DataFolder
     """Checkpoints, samplers' weights and snapshots. Unlike rows, any thread may use it."""
 

@@ -183,6 +183,33 @@ _failed = operations.c.state.in_(("failed", "refused"))
 _partial_index("operations_failed", operations.c.tenant, operations.c.finished_at, where=_failed)
 _partial_index("operations_queued", operations.c.run_id, operations.c.seq_id, where=operations.c.state == "queued")
 
+run_metrics = Table(
+    "run_metrics",
+    metadata,
+    Column("run_id", SafeText, nullable=False),
+    Column("number", BigInteger, nullable=False),  # counts the entries of the run, from 1
+    Column("step", BigInteger),
+    Column("seq_id", BigInteger),
+    Column("at", Double, nullable=False),
+    Column("metrics", Json, nullable=False),
+    Column("bytes_so_far", BigInteger, nullable=False),  # of this and all entries before it
+    PrimaryKeyConstraint("run_id", "number"),
+)
+"""Numbers that the user's program logged, gone with their run. Version 9 added it."""
+
+run_samples = Table(
+    "run_samples",
+    metadata,
+    Column("run_id", SafeText, nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("step", BigInteger),
+    Column("at", Double, nullable=False),
+    Column("sample", Json, nullable=False),  # prompt, text, reward, metadata
+    Column("bytes_so_far", BigInteger, nullable=False),
+    PrimaryKeyConstraint("run_id", "number"),
+)
+"""Samples that the user's program logged. Version 9 added it."""
+
 payloads = Table(
     "payloads",
     metadata,

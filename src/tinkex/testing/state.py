@@ -87,6 +87,11 @@ class Model:
     losses: list[float] = field(default_factory=list)
     """Of the passes since the last step."""
     steps: list[dict[str, Any]] = field(default_factory=list)
+    log_entries: list[dict[str, Any]] = field(default_factory=list)
+    """What the program logged: numbers, and samples."""
+    log_samples: list[dict[str, Any]] = field(default_factory=list)
+    log_keys: set[str] = field(default_factory=set)
+    """Idempotency keys of such requests."""
     name: str | None = None
     tags: list[str] = field(default_factory=list)
     archived: dt.datetime | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Literal
+from typing import Any, Literal
 
 from tinkex.types.base import Value, field
 from tinkex.types.weights import Cursor
@@ -56,6 +56,49 @@ class RunStepsResponse(Value):
     """Whether operations of the run are waiting or running."""
     home: str | None = None
     """The address of the node that works on the run, where several servers share a store."""
+
+
+class RunMetrics(Value):
+    """Numbers that a program logged for a run, at one time."""
+
+    number: int
+    """Counts the entries of the run, from 1."""
+    step: int | None = None
+    seq_id: int | None = None
+    """The last operation of the run that was called before."""
+    time: dt.datetime
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """None for a number that was not finite."""
+
+
+class RunMetricsResponse(Value):
+    entries: list[RunMetrics]
+    next: int
+    """Pass it as `after` to get what comes next."""
+
+
+class RunSample(Value):
+    """A sample that a program logged for a run."""
+
+    number: int
+    step: int | None = None
+    time: dt.datetime
+    prompt: str = ""
+    text: str = ""
+    reward: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class RunSamplesResponse(Value):
+    samples: list[RunSample]
+    next: int
+
+
+class LogMetricsResponse(Value):
+    """How many of what was sent the service has stored."""
+
+    entries: int = 0
+    samples: int = 0
 
 
 class QueuedOperation(Value):

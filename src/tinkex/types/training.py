@@ -186,8 +186,20 @@ class ForwardBackwardOutput(Value, kw_only=False):
 
     @property
     def loss(self) -> float | None:
-        """The summed loss: the metric `loss:sum`, or None if the service gave none. Not a field on the wire."""
+        """The summed loss: the metric `loss:sum`, or None if the service gave none. Not a field on the wire.
+
+        The mean, as `tinkex.progress` shows it, is `loss_per_token`.
+        """
         return self.metrics.get("loss:sum")
+
+    @property
+    def loss_per_token(self) -> float | None:
+        """The loss per unit of weight: per token, where all weights are 1. Not a field on the wire.
+
+        None where the service reports no weights, or they do not sum to a positive number; and of a custom loss.
+        """
+        loss, weight = self.metrics.get("loss:sum"), self.metrics.get("weight:sum")
+        return loss / weight if loss is not None and weight is not None and weight > 0 else None
 
 
 class OptimStepRequest(Value):

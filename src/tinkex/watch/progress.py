@@ -1,15 +1,17 @@
 """`tinkex.progress(training, steps=100)`: one line about a training loop, its cost, and a budget that ends it.
 
-It listens to the SDK's events and sends no requests. It never disturbs the loop: a line that cannot be drawn is left
-out, and so is a number that is not known.
+It listens to the SDK's events; what the caller logs is sent in the background. It never disturbs the loop: a line that
+cannot be drawn is left out, and so is a number that is not known.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -23,12 +25,14 @@ from tinkex.watch import prices as price_tables
 from tinkex.watch.prices import Price, PriceTable
 from tinkex.watch.report import Report
 from tinkex.watch.tally import StepRecord, Tally
+from tinkex.watch.trackers import TrackerName, Trackers, names_of
 
 if TYPE_CHECKING:
     from tinkex.client.sampling import SamplingClient
     from tinkex.client.training import TrainingClient
 
 WAIT_S = 0.2
+_TRACKED = ("loss", "tokens", "seconds", "learning_rate", "cost", "failed")
 ROUNDING = 1e-9
 """Allowed excess over the budget: sums of floats differ a little from the caller's exact figure."""
 
@@ -45,6 +49,8 @@ def progress(
     file: Any = None,
     live: bool | None = None,
     every_s: float = 0.2,
+    on_failure: Literal["raise", "show"] = "raise",
+    log_to: TrackerName | Sequence[TrackerName] | None = None,
 ) -> Progress:
     """Show a training loop: step, loss, tokens, time left, why it waits, and what it costs.
 
@@ -53,6 +59,11 @@ def progress(
     exceed it. `start` is the first step of a resumed run. Samples of all samplers of the same `ServiceClient` count,
     unless `samplers` names some. The line is written to stderr, or to `file`; `live` overrules whether it is drawn
     over or written as whole lines.
+
+    A call that failed and whose future nobody has read is raised at the next step, or at the end of the `with` block:
+    the loop would go on without its gradient. With `on_failure="show"` it is only shown.
+
+    `log_to` names trackers that get the same numbers: "wandb", "trackio", "tensorboard", "mlflow", or several.
 
     >>> training = service.create_lora_training_client("Qwen/Qwen3-8B")
     >>> datum = tinkex.Datum(tinkex.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0, 1]})
@@ -64,23 +75,41 @@ def progress(
     [2, 2, 2]
     """
     _check(steps, start, budget, prices is not None)
+    if on_failure not in ("raise", "show"):
+        raise ValidationError(f"on_failure is {on_failure!r}; it must be 'raise' or 'show'.")
     table = None if prices is None else price_tables.read(prices)
     price: Price | None = None
     if table is not None:
         price = table.of(training.base_model or training.get_info().model_data.model_name or "")
     sampler_ids = None if samplers is None else frozenset(sampler.sampling_session_id for sampler in samplers)
     tally = Tally(training.model_id, training.session_id or "", sampler_ids, REAL, table, price, start)
-    return Progress(tally, Report(tally, steps, table, budget, label, REAL), file, live, max(every_s, 0.01))
+    report = Report(tally, steps, table, budget, label, REAL)
+    trackers = _trackers_of(training, names_of(log_to), label)
+    raises = on_failure == "raise"
+    return Progress(training, tally, report, file, live, max(every_s, 0.01), raises=raises, trackers=trackers)
 
 
 class Progress:
     """Created by `tinkex.progress`. A context manager and an iterator; its numbers may be read at any time."""
 
-    def __init__(self, tally: Tally, report: Report, file: Any, live: bool | None, every_s: float) -> None:
+    def __init__(
+        self,
+        training: TrainingClient,
+        tally: Tally,
+        report: Report,
+        file: Any,
+        live: bool | None,
+        every_s: float,
+        *,
+        raises: bool,
+        trackers: Trackers | None,
+    ) -> None:
+        self._training, self._raises, self._trackers = training, raises, trackers
+        tally.on_record = self._keep
         self._tally, self._report = tally, report
         self._file, self._live, self._every_s = file, live, every_s
         self.steps, self.budget = report.steps, report.budget
-        self.stopped_by: Literal["", "steps", "budget"] = ""
+        self.stopped_by: Literal["", "steps", "budget", "failed"] = ""
         """Why the iteration ended, unless the caller left it."""
         self._screen: screens.Screen | None = None
         self._stops: list[Callable[[], None]] = []
@@ -95,9 +124,19 @@ class Progress:
         return list(self._tally.history)
 
     @property
+    def metrics_file(self) -> Path | None:
+        """Where steps and everything that was logged for the run are kept on this machine, as lines of JSON."""
+        return self._training.metrics_file
+
+    @property
     def notes(self) -> dict[str, list[curves.Point]]:
-        """The numbers passed to `note`, by name."""
+        """The numbers passed to `log`, by name."""
         return self._report.notes
+
+    @property
+    def failures(self) -> list[str]:
+        """The calls that failed, each with its reason."""
+        return list(self._tally.failures)
 
     @property
     def step(self) -> int:
@@ -129,11 +168,39 @@ class Progress:
 
     # -- use --------------------------------------------------------------------------------------------------------
 
-    def note(self, **numbers: float) -> None:
-        """Show your own numbers beside the loss, such as a reward: `progress.note(reward=0.4)`."""
-        step = self._tally.loop_step or self._tally.step + 1
-        for name, value in numbers.items():
+    def log(self, metrics: Mapping[str, float] | None = None, /, **numbers: float) -> None:
+        """Show your own numbers beside the loss, and log them for the run: `progress.log(reward=0.4, kl=0.02)`.
+
+        Numbers whose names are no words of Python go as a mapping. See `TrainingClient.log_metrics`.
+        """
+        together = {**(metrics or {}), **numbers}
+        if not together:
+            return
+        step = self._step_now()
+        self._training.log_metrics(together, step)
+        if self._trackers is not None:
+            self._trackers.log(step, {name: float(value) for name, value in together.items()})
+        for name, value in together.items():
             self.notes.setdefault(name, []).append(curves.Point(step, float(value)))
+
+    def note(self, **numbers: float) -> None:
+        """Do the same as `log`."""
+        self.log(numbers)
+
+    def sample(self, prompt: str, text: str, reward: float | None = None, **metadata: Any) -> None:
+        """Log a sample of this step, with whatever belongs to it: `progress.sample(prompt, text, 0.4, group=3)`."""
+        self._training.log_sample(prompt, text, reward, step=self._step_now(), metadata=metadata)
+
+    def _keep(self, record: StepRecord) -> None:
+        row = {name: _finite(value) for name, value in record._asdict().items()}
+        row["metrics"] = {name: _finite(value) for name, value in record.metrics.items()}
+        self._training._keep_locally("step", {"time": REAL.wall(), **row})
+        if self._trackers is not None:
+            numbers = {name: value for name in _TRACKED if (value := getattr(record, name)) is not None}
+            self._trackers.log(record.step, {**record.metrics, **numbers})
+
+    def _step_now(self) -> int:
+        return self._tally.loop_step or self._tally.step + 1
 
     def print(self, *values: object) -> None:
         """Print above the live line, without damaging it."""
@@ -162,10 +229,22 @@ class Progress:
         with self:
             yield from self._steps()
 
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """Yield the steps as `__iter__` does, for `async for`."""
+        if self._screen is not None:
+            for step in self._steps():
+                yield step
+            return
+        async with self:
+            for step in self._steps():
+                yield step
+
     def __enter__(self) -> Self:
         if self._pid:
             raise ValidationError("This progress has been used already. Create another with tinkex.progress(...).")
         self._pid = os.getpid()
+        if self._trackers is not None:
+            self._trackers.open()
         self._tally.begin()
         file = live_lines.default_file() if self._file is None else self._file
         self._stops = [
@@ -184,6 +263,11 @@ class Progress:
         with self._ending(error):
             while error is None and not self._tally.wait(WAIT_S):
                 pass  # the line stays live until all calls have ended
+            if self._trackers is not None:
+                self._trackers.close()
+            if error is None:
+                self._training.flush_metrics()
+                self._raise_failure()
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -194,6 +278,11 @@ class Progress:
         with self._ending(error):
             while error is None and not self._tally.wait(0):
                 await asyncio.sleep(WAIT_S / 4)
+            if self._trackers is not None:
+                await asyncio.to_thread(self._trackers.close)
+            if error is None:
+                await self._training.flush_metrics_async()
+                self._raise_failure()
 
     # -- private ----------------------------------------------------------------------------------------------------
 
@@ -204,10 +293,23 @@ class Progress:
             if self.budget is not None and self._tally.cost + self._tally.step_cost() > self.budget + ROUNDING:
                 self.stopped_by = "budget"
                 return
+            self._raise_failure()
             self._tally.next_step()
             yield step
             step += 1
         self.stopped_by = "steps"
+
+    def _raise_failure(self) -> None:
+        """Raise the error of a call that failed unread, if there is one."""
+        if not self._raises or not self._tally.failures or (failure := self._training._take_failure()) is None:
+            return
+        name, error = failure
+        self.stopped_by = "failed"
+        error.add_note(
+            f"{name} failed, and nobody has read its future, so tinkex.progress raises the error: the loop would go on "
+            "without it. To go on all the same, pass on_failure='show'."
+        )
+        raise error
 
     @contextmanager
     def _ending(self, error: BaseException | None) -> Iterator[None]:
@@ -228,6 +330,19 @@ class Progress:
 
     def __repr__(self) -> str:
         return f"<Progress: {self._report.last(None, self.stopped_by, self.seconds)}>"
+
+
+def _trackers_of(training: TrainingClient, names: list[TrackerName], label: str) -> Trackers | None:
+    if not names:
+        return None
+    kept = training.metrics_file
+    folder = Path("runs") / training.model_id.replace(":", "-") if kept is None else kept.parent
+    return Trackers(names, label or training.model_id, folder)
+
+
+def _finite(value: Any) -> Any:
+    """Return None for a number that JSON cannot say."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check(steps: int | None, start: int, budget: float | None, has_prices: bool) -> None:

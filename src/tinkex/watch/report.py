@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from tinkex.clock import Clock
 from tinkex.terminal.curve import Point
-from tinkex.terminal.format import LinePart, bar, clean, duration, fit, money, number, plural
+from tinkex.terminal.format import LinePart, bar, clean, cut, duration, fit, money, number, plural
 from tinkex.watch.prices import CURRENCY, Prices
 from tinkex.watch.tally import Tally
 
+MOST_REASON = 300
+"""Characters of the reason of a failure in the last line."""
 TENTH_S, LINE_S, QUIET_S = 1.0, 10.0, 60.0
 """Minimum seconds between two whole lines: at every tenth of the steps, after a change, and without a change."""
 
@@ -63,13 +65,15 @@ class Report:
             head = plural(done, "step") if steps in (None, done) else f"{done:,}{total} steps"
         if stopped_by == "budget" and self.budget is not None:
             head += f", stopped by the budget of {self.money(self.budget)}"
+        failed = self._failed(MOST_REASON)
         curves = [f"{name} {number(values[0])} → {number(values[-1])}" for name, values in self._curves()]
         tokens = [plural(tally.tokens, "token")] if tally.tokens else []
         cost = [self._cost()] if self.prices is not None else []
         cost += [
             f"{plural(count, 'token')} of {name} without a price" for name, count in sorted(tally.unpriced.items())
         ]
-        return " · ".join([self._name + head, *curves, *tokens, duration(seconds), *cost])
+        parts = [self._name + head, failed, *curves, *tokens, duration(seconds), *cost]
+        return " · ".join(part for part in parts if part)
 
     def expected_cost(self) -> float | None:
         """Return the expected cost of all steps; None without prices, and before the first step is done."""
@@ -85,6 +89,7 @@ class Report:
         return [
             LinePart(f"{self._name}step {step:,}" + ("" if steps is None else f"/{steps:,}")),
             LinePart(bar(step, steps) if with_bar and steps else "", 7),
+            LinePart(self._failed(60)),
             *(LinePart(f"{name} {number(values[-1])}", 1) for name, values in self._curves()),
             LinePart(plural(tally.tokens, "token") if tally.tokens else "", 6),
             LinePart(f"{rate:,.0f} tokens/s" if rate else "", 5),
@@ -97,14 +102,21 @@ class Report:
             LinePart(self._queue()),
         ]
 
+    def _failed(self, width: int) -> str:
+        """Return how many calls failed and why the first did; "" if none."""
+        failures = list(self._tally.failures)
+        return f"{len(failures):,} failed: {cut(clean(failures[0]), width)}" if failures else ""
+
     def _cost(self) -> str:
         return ("≥ " if self._tally.unpriced else "") + self.money(self._tally.cost)
 
     def _curves(self) -> list[tuple[str, list[float]]]:
         """Return the loss and the caller's notes, where there are values."""
-        losses = [record.loss for record in list(self._tally.history) if record.loss is not None]
+        records = [record for record in list(self._tally.history) if record.loss is not None]
+        losses = [record.loss for record in records if record.loss is not None]
+        loss_name = "loss per token" if records and all(record.is_mean for record in records) else "loss"
         noted = [(clean(name), [point.value for point in points]) for name, points in list(self.notes.items())]
-        return [(name, values) for name, values in [("loss", losses), *noted] if values]
+        return [(name, values) for name, values in [(loss_name, losses), *noted] if values]
 
     def _queue(self) -> str:
         if (queue := self._tally.queue()) is None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from statistics import fmean
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tinkex.clock import Clock
 from tinkex.events import QueueEvent, StartEvent, StepEvent, Usage
-from tinkex.rules.metrics import step_loss
+from tinkex.rules.metrics import is_mean, step_loss
 from tinkex.watch.prices import Price, Prices
 
 RECENT = 10
@@ -33,6 +35,13 @@ class StepRecord(NamedTuple):
     seconds: float
     learning_rate: float | None
     cost: float | None
+    failed: int = 0
+    """How many of its calls failed; `failure` is the first of them and its reason."""
+    failure: str = ""
+    is_mean: bool = False
+    """Whether the loss is per unit of weight: per token, where all weights are 1."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """Those of its last pass and of its optim_step, as the service returned them; of a custom loss your own too."""
 
 
 class Mark(NamedTuple):
@@ -82,6 +91,11 @@ class Tally:
         """Tokens of models that are not in the price table."""
         self.tokens = 0
         self.history: list[StepRecord] = []
+        self.on_record: Callable[[StepRecord], object] = lambda record: None
+        """Called with every record, on the thread of the event: it must be quick."""
+        self.failures: list[str] = []
+        """The calls that failed, each with its reason."""
+        self._step_failures: list[str] = []
         self._queues: dict[int, QueueEvent] = {}
 
     def begin(self) -> None:
@@ -226,12 +240,14 @@ class Tally:
     def _settle(self, event: StepEvent) -> None:
         if event.ok:
             self._count(event.usage)
+        elif event.reason:  # it was not cancelled
+            self.failures.append(f"{event.operation}: {event.reason}")
+            self._step_failures.append(self.failures[-1])
         if event.operation in PASSES:  # a failed one has no loss
             self._losses.append(event)
         elif event.operation == "optim_step":
             self._optim_ends += 1
-            if event.ok:
-                self._record(event)
+            self._record(event)
             self._advance()
 
     def _record(self, event: StepEvent) -> None:
@@ -241,7 +257,16 @@ class Tally:
         cost = None if self._prices is None else self._step_paid
         seconds = now - self._step_began
         step = self.first_step + self._steps
-        self.history.append(StepRecord(step, loss_of(self._losses), self._step_tokens, seconds, rate, cost))
+        loss, failures = loss_of(self._losses), self._step_failures
+        self.history.append(
+            StepRecord(
+                step, loss, self._step_tokens, seconds, rate, cost, len(failures), failures[0] if failures else "",
+                is_mean=loss is not None and is_mean(event.metrics for event in self._losses if event.ok),
+                metrics=_metrics_of([*self._losses, event]),
+            )
+        )  # fmt: skip
+        self._step_failures = []
+        self.on_record(self.history[-1])
         if not self._loop_begun:
             self._costs.append(self._paid - self._cost_at_step)
             self._cost_at_step = self._paid
@@ -261,6 +286,14 @@ class Tally:
             self._loop_done += 1
         if self.step > self._marks[-1].steps:
             self._marks.append(Mark(self._clock.now(), self.step, self.tokens))
+
+
+def _metrics_of(calls: list[StepEvent]) -> Mapping[str, float]:
+    metrics: dict[str, float] = {}
+    for event in calls:
+        metrics |= event.metrics
+    metrics.pop("learning_rate", None)  # it has a field
+    return metrics
 
 
 def loss_of(passes: list[StepEvent]) -> float | None:

@@ -126,6 +126,10 @@ COPY_WEIGHTS = _row("POST", "copy_weights", _TRAIN, "CopyWeightsResponse")
 
 # What our own service tells its console and `tinkex run watch`
 RUN_STEPS = _row("GET", f"{_RUN}/steps", _TRAIN, "RunStepsResponse", name="run_steps")
+LOG_METRICS = _row("POST", f"{_RUN}/metrics", _TRAIN, "LogMetricsResponse", name="log_metrics")
+RUN_METRICS = _row("GET", f"{_RUN}/metrics", _TRAIN, "RunMetricsResponse", name="run_metrics")
+RUN_SAMPLES = _row("GET", f"{_RUN}/samples", _TRAIN, "RunSamplesResponse", name="run_samples")
+RUN_HISTORY = _row("GET", f"{_RUN}/history", _TRAIN, name="run_history")  # answers a file
 SERVICE_STATE = _row("GET", "service_state", _TRAIN, "ServiceState")
 FAILED_OPERATIONS = _row("GET", "failed_operations", _TRAIN, "FailedOperationsResponse")
 

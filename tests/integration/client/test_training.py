@@ -296,3 +296,24 @@ def test_a_custom_loss_that_exits_or_runs_dry_fails_its_own_future_and_nothing_e
     with pytest.raises(tinkex.TinkexError, match=r"SystemExit|StopIteration"):
         future.result(10)
     training.optim_step(step()).result(10)
+
+
+def test_the_loss_of_a_custom_loss_travels_with_its_second_pass(
+    proto_service: ScriptedService, connect: Connect
+) -> None:
+    client = connect(proto_service)
+    training = client.create_lora_training_client(MODEL)
+    output = training.forward_backward_custom([datum(), datum(4)], loss)
+    training.optim_step(step()).result(30)
+    [told] = client.create_rest_client().get_run_steps(training.model_id).result(30).steps
+    assert told.loss == output.result(30).loss
+    passes = proto_service.requests_to("forward_backward")
+    assert [request.headers.get("x-tinkex-pass") for request in passes] == ["custom"] * 2
+    assert [("x-tinkex-custom-loss" in request.headers) for request in passes] == [False, True]
+
+
+def test_a_service_that_does_not_announce_it_gets_no_header_of_ours(connect: Connect) -> None:
+    with ScriptedService(missing=["log_metrics"], base_models=[MODEL]) as other:
+        training = connect(other).create_lora_training_client(MODEL)
+        training.forward_backward_custom([datum()], loss).result(30)
+        assert not any(name.startswith("x-tinkex") for request in other.requests for name in request.headers)

@@ -119,6 +119,12 @@ def named(world: World, own_path: str) -> RouteCalls:
         ],
         "GET /api/v1/training_runs/{run_id}/checkpoints": [("GET", f"training_runs/{run}/checkpoints", None)],
         "GET /api/v1/training_runs/{run_id}/steps": [("GET", f"training_runs/{run}/steps", None)],
+        "POST /api/v1/training_runs/{run_id}/metrics": [
+            ("POST", f"training_runs/{run}/metrics", {"entries": [{"metrics": {"reward": 1.0}}]})
+        ],
+        "GET /api/v1/training_runs/{run_id}/metrics": [("GET", f"training_runs/{run}/metrics", None)],
+        "GET /api/v1/training_runs/{run_id}/samples": [("GET", f"training_runs/{run}/samples", None)],
+        "GET /api/v1/training_runs/{run_id}/history": [("GET", f"training_runs/{run}/history", None)],
         "GET /api/v1/samplers/{sampler_id}": [("GET", f"samplers/{sampler}", None)],
     }
     for saved in (world.state, world.lean, world.external):

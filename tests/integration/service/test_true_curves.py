@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import subprocess
@@ -19,11 +21,16 @@ STEP = tinkex.AdamParams(learning_rate=5e-3)
 
 def preference(sign: float, *tokens: int) -> tinkex.Datum:
     """One answer of a pair. `sign` says whether it is the chosen one."""
-    inputs = {"target_tokens": list(tokens[1:]), "weights": [0.0] + [1.0] * (len(tokens) - 2)}
+    inputs: dict[str, list[float]] = {"target_tokens": list(tokens[1:]), "weights": [0.0] + [1.0] * (len(tokens) - 2)}
     return tinkex.Datum(tinkex.ModelInput.from_ints(list(tokens[:-1])), {**inputs, "sign": [sign] * (len(tokens) - 1)})
 
 
 PAIRS = [preference(1.0, 5, 6, 7, 8, 9), preference(-1.0, 5, 6, 9, 8, 7)]
+
+
+def plain(datum: tinkex.Datum) -> tinkex.Datum:
+    """The datum without what only the loss above reads."""
+    return tinkex.Datum(datum.model_input, {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "weights")})
 
 
 def dpo(data: list[tinkex.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -84,10 +91,7 @@ def test_a_custom_loss_in_several_chunks_counts_once(
 def test_the_surrogate_of_a_client_that_sends_no_header_is_drawn_as_nothing(service: tinkex.ServiceClient) -> None:
     """The official client: a forward, then a forward_backward of the same data with gradients as weights."""
     training = service.create_lora_training_client("tinkex/tiny", rank=8)
-    data = [
-        tinkex.Datum(datum.model_input, {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "weights")})
-        for datum in PAIRS
-    ]
+    data = [plain(datum) for datum in PAIRS]
     for gradient in ([0.5] * 4, [0.5, 0.5, -0.25, 0.5]):
         training.forward(data, "cross_entropy")
         weighted = [
@@ -106,3 +110,64 @@ def test_the_surrogate_of_a_client_that_sends_no_header_is_drawn_as_nothing(serv
     assert [(step.loss, step.evaluation_loss) for step in (first, second)] == [(None, None)] * 2
     assert third.evaluation_loss == pytest.approx(evaluated.result().metrics["loss:sum"] / 6)
     assert third.loss == pytest.approx(trained.result().metrics["loss:sum"] / 6)
+
+
+@pytest.mark.slow
+def test_what_a_program_logs_reaches_the_service_and_the_file_in_order(service: tinkex.ServiceClient) -> None:
+    training = service.create_lora_training_client("tinkex/tiny", rank=8)
+    file = io.StringIO()
+    with tinkex.progress(training, 3, file=file) as progress:
+        for step in progress:
+            training.forward_backward([plain(PAIRS[0])], "cross_entropy")
+            training.optim_step(STEP)
+            progress.log({"reward/mean": step / 10}, kl=math.nan)
+            progress.sample("2+2=", "4 ☃", 1.0, group=step)
+            progress.note(noted=step)
+    rest = service.create_rest_client()
+    found = rest.get_run_metrics(training.model_id).result()
+    numbers = [{"reward/mean": n / 10, "kl": None} if not k else {"noted": float(n)} for n in range(3) for k in (0, 1)]
+    assert [entry.metrics for entry in found.entries] == numbers
+    assert [entry.step for entry in found.entries] == [1, 1, 2, 2, 3, 3]
+    assert [entry.seq_id for entry in found.entries] == [2, 2, 4, 4, 6, 6]
+    assert [entry.number for entry in found.entries] == [1, 2, 3, 4, 5, 6] and found.next == 6
+    assert [entry.number for entry in rest.get_run_metrics(training.model_id, 4, 1).result().entries] == [5]
+    samples = rest.get_run_samples(training.model_id).result().samples
+    assert [(one.step, one.prompt, one.text, one.reward, one.metadata) for one in samples] == [
+        (number + 1, "2+2=", "4 ☃", 1.0, {"group": number}) for number in range(3)
+    ]
+    assert progress.metrics_file is not None
+    lines = [json.loads(line) for line in progress.metrics_file.read_text(encoding="utf-8").splitlines()]
+    assert [line["metrics"] for line in lines if line["kind"] == "metrics"] == numbers
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    assert losses == [step.loss for step in steps_of(service, training.model_id)]
+    assert "loss per token" in file.getvalue() and "reward/mean 0.00 → 0.200" in file.getvalue()
+    history = [json.loads(line) for line in rest.get_run_history(training.model_id, "jsonl").result().splitlines()]
+    assert [row["loss"] for row in history if row["kind"] == "step"] == losses
+    assert [row["metrics"] for row in history if row["kind"] == "metrics"] == numbers
+    table = list(csv.DictReader(io.StringIO(rest.get_run_history(training.model_id).result())))
+    assert [float(row["metrics.noted"]) for row in table if row["metrics.noted"]] == [0.0, 1.0, 2.0]
+    assert [float(row["loss"]) for row in table if row["kind"] == "step"] == losses
+
+
+@pytest.mark.slow
+def test_a_step_that_failed_is_a_failed_step_everywhere_and_ends_the_loop(
+    live: LiveServer, service: tinkex.ServiceClient
+) -> None:
+    """ux.md A5: every step of the loop failed, and the program ended with "8 steps" and exit code 0."""
+    training = service.create_lora_training_client("tinkex/tiny", rank=8)
+    unknown = tinkex.Datum(tinkex.ModelInput.from_ints([10**6]), {"target_tokens": [1], "weights": [1.0]})
+    file = io.StringIO()
+    raised = pytest.raises(tinkex.BadRequestError, match=r"1,?000,?000")
+    with raised as caught, tinkex.progress(training, 8, file=file) as progress:
+        for _ in progress:
+            training.forward_backward([unknown], "cross_entropy")
+            training.optim_step(STEP).result()
+    assert progress.stopped_by == "failed" and "on_failure='show'" in "".join(caught.value.__notes__)
+    assert file.getvalue().startswith("stopped in step 1 of 8 by BadRequestError · 1 failed: forward_backward: ")
+    [step] = steps_of(service, training.model_id)
+    assert (step.failed, step.loss) == (1, None) and step.failure.startswith("forward_backward: ")
+    [record], [line] = progress.history, watched(live, training.model_id)
+    assert (record.failed, line["failed"]) == (1, 1)
+    assert [one.state for one in service.create_rest_client().list_failed_operations(1).result().operations] == [
+        "refused"
+    ]

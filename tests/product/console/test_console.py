@@ -248,7 +248,10 @@ def test_a_plot_has_round_ticks_and_loses_no_spike(page: Browser, stage: Stage) 
                 return values.map((x) => tickText(x, step));
             };
             return {
-                texts: [texts(0, 6.6, 4), texts(0, 0.00112, 3), texts(-0.3, 0.3, 4), texts(0, 12345, 3), texts(3.2855, 3.2869, 3)],
+                texts: [
+                    texts(0, 6.6, 4), texts(0, 0.00112, 3), texts(-0.3, 0.3, 4), texts(0, 12345, 3),
+                    texts(3.2855, 3.2869, 3),
+                ],
                 whole: [wholeTicks(1, 3, 8), wholeTicks(1, 60, 6)],
                 thinned: [thinned.length, Math.max(...thinned.map(([, x]) => x)), thinned.at(-1)],
                 isSorted: thinned.every(([n], at) => at === 0 || n > thinned[at - 1][0]),

@@ -134,7 +134,7 @@ def test_base_url_and_key_can_be_arguments(
     monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
     ran = run("--base-url", service.url, "run", "list", "--api-key", KEY)
     assert ran.code == 0
-    assert saved.run_id in ran.out
+    assert f"{saved.run_id[:8]}:0" in ran.out
 
 
 def test_a_misused_command_ends_with_2(run: Tinkex) -> None:

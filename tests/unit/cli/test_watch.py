@@ -61,7 +61,7 @@ def test_a_run_can_be_named_by_path_or_latest(run: Tinkex, service: ScriptedServ
 def test_no_run_and_a_wrong_id_are_reported(run: Tinkex, service: ScriptedService) -> None:
     assert run("run", "watch", "latest").err.startswith("tinkex: There is no training run yet.")
     ran = run("run", "watch", "nobody")
-    assert (ran.code, ran.err) == (1, "tinkex: training run 'nobody' is not known\n")
+    assert (ran.code, ran.err) == (1, "tinkex: Not found (HTTP 404: training run 'nobody' is not known).\n")
 
 
 def test_a_service_without_steps_is_one_sentence(run: Tinkex, service: ScriptedService, saved: Saved) -> None:

@@ -110,8 +110,24 @@ def test_metrics_report_ratios_and_clipping() -> None:
             "ratio:max": 2.0,
             "sampler_kl:mean": -math.log(2) / 2,
             "clipped:mean": 0.5,
+            "sampler_logprob_difference:mean": math.log(2) / 2,
+            "sampler_logprob_difference:max": math.log(2),
         }
     )
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_the_difference_to_the_sampler_is_that_of_torch_over_the_trained_tokens(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lp, q, advantages = (torch.randn(50, generator=generator) for _ in range(3))
+    advantages[::3] = 0
+    difference = (lp - q).abs()[advantages != 0]
+    mask: dict[str, Any] = {"sequence_ratio_mask": torch.ones(50)} if name == "gspo" else {}
+    _, metrics = compute(name, lp, logprobs=q, advantages=advantages, **mask)
+    assert metrics["sampler_logprob_difference:mean"] == pytest.approx(float(difference.mean()))
+    assert metrics["sampler_logprob_difference:max"] == pytest.approx(float(difference.max()))
+    _, none = compute(name, lp, logprobs=q, advantages=torch.zeros(50), **mask)
+    assert none["sampler_logprob_difference:max"] == 0.0
 
 
 def test_metrics_of_a_call_are_combined_by_their_reducer() -> None:

@@ -20,30 +20,38 @@ from tinkex.server.http.errors import bad_request
 from tinkex.server.http.requests import ApiRequest, guarded
 from tinkex.types import SampleRequest
 
-LARGE_BLOCKS = """
-import sys, threading
+GROWN_BY_LARGE_BLOCKS = """
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tinkex.server.upkeep.machine import return_large_blocks
 
 def resident_mb():
+    if not Path("/proc/self/status").exists():
+        return 0
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmRSS"))
 
+def grown_mb():
+    together = threading.Barrier(6)
+
+    def read_bodies(_):
+        together.wait(30)
+        for size in (8 << 20, 4 << 20, 2 << 20):
+            bodies = [b"x" * size for _ in range(8)]
+            del bodies
+
+    with ThreadPoolExecutor(6) as pool:
+        before = resident_mb()
+        list(pool.map(read_bodies, range(6)))
+        return resident_mb() - before
+"""
+LARGE_BLOCKS = f"""
+import sys
+from tinkex.server.upkeep.machine import return_large_blocks
+{GROWN_BY_LARGE_BLOCKS}
 if sys.argv[1] == "returned":
     return_large_blocks()
-together = threading.Barrier(6)
-
-def read_bodies(_):
-    together.wait(30)
-    for size in (8 << 20, 4 << 20, 2 << 20):
-        bodies = [b"x" * size for _ in range(8)]
-        del bodies
-
-with ThreadPoolExecutor(6) as pool:
-    before = resident_mb()
-    list(pool.map(read_bodies, range(6)))
-    print(resident_mb() - before)
+print(grown_mb())
 """
 
 

@@ -181,10 +181,10 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI, model: str) -> Non
 def named_runs(live: Live) -> None:
     """The run of the two checkpoints, and one that saved nothing for sampling; both of Alice."""
     tenant = live.loop.call(live.service.access.tenant(ALICE))
-    flags = {"rank": 8, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": True}
-    times = {"created_at": 1.0, "last_request_at": 1.0}
+    flags: dict[str, Any] = {"rank": 8, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": True}
+    flags |= {"created_at": 1.0, "last_request_at": 1.0}
     for run_id, name in ((RUN, "colours"), ("11111111-0000-4000-8000-000000000000:train:0", "training only")):
-        run = RunRecord(id=run_id, tenant=tenant, session_id="s", base_model=TINY, name=name, **flags, **times)
+        run = RunRecord(id=run_id, tenant=tenant, session_id="s", base_model=TINY, name=name, **flags)
         creation = OperationRecord(
             request_id=f"create-{run_id}", run_id=run_id, tenant=tenant, seq_id=0, kind="create_model", digest=""
         )
@@ -202,7 +202,7 @@ def test_a_run_stands_for_what_it_saved_for_sampling_last(client: openai.OpenAI,
         client.completions.create(model=name, prompt="ab", max_tokens=10, temperature=0) for name in (model, newest)
     )
     assert got.choices[0].text == same.choices[0].text and got.model == model
-    assert client.models.retrieve(model).root == TINY
+    assert client.models.retrieve(model).model_dump()["root"] == TINY
 
 
 @pytest.mark.usefixtures("named_runs")

@@ -47,5 +47,5 @@ def test_a_real_run_is_shown_as_the_service_reports_it(tmp_path: Path) -> None:
     first, last = progress.history[0].loss, progress.history[-1].loss
     assert first is not None and last is not None
     assert last < 0.8 * first
-    assert f"of 12 steps, stopped by the budget of $0.35 · loss {first:.2f} → " in file.getvalue()
+    assert f"of 12 steps, stopped by the budget of $0.35 · loss per token {first:.2f} → " in file.getvalue()
     assert "loss" in progress.curve()

@@ -132,15 +132,20 @@ def test_only_calls_of_this_client_after_the_start_count(
     assert (progress.step, progress.tokens) == (1, 12)
 
 
-def test_a_failed_operation_costs_nothing_and_ends_no_step(
+def test_a_failed_operation_costs_nothing_and_its_step_says_why(
     scripted: ScriptedService, training: tinkex.TrainingClient
 ) -> None:
-    scripted.script.on("forward_backward", nth=2, do=FailFuture())
-    scripted.script.on("optim_step", nth=3, do=FailFuture())
-    with quiet(training, prices=PRICES) as progress:
+    scripted.script.on("forward_backward", nth=2, do=FailFuture("no memory"))
+    scripted.script.on("optim_step", nth=3, do=FailFuture("too large"))
+    file = io.StringIO()
+    with quiet(training, prices=PRICES, file=file, on_failure="show") as progress:
         for _ in range(3):
             train(training)
-    assert len(progress.history) == 2
+    assert [record.failed for record in progress.history] == [0, 1, 1]
+    assert progress.history[1].loss is None and "forward_backward: " in progress.history[1].failure
+    assert "no memory" in progress.history[1].failure and "too large" in progress.history[2].failure
+    assert len(progress.failures) == 2
+    assert file.getvalue().startswith("3 steps · 2 failed: forward_backward: ")
     assert progress.tokens == 24
     assert progress.cost == pytest.approx(0.024)
 
@@ -421,3 +426,65 @@ def test_tokens_are_counted_only_while_there_are_listeners(training: tinkex.Trai
     assert seen[-1].usage == tinkex.events.Usage(train_tokens=12, base_model=MODEL)
     assert "loss:sum" in seen[-1].metrics
     assert all(not event.usage.train_tokens for event in seen[:-1])
+
+
+def test_a_failure_that_nobody_read_ends_the_loop_at_the_next_step(
+    scripted: ScriptedService, training: tinkex.TrainingClient
+) -> None:
+    """All steps of a loop failed, and the program said "8 steps" and ended with exit code 0."""
+    scripted.script.on("forward_backward", nth=2, do=FailFuture("no memory"))
+    file, steps = io.StringIO(), []
+    with pytest.raises(tinkex.TinkexError, match="no memory") as caught, quiet(training, 8, file=file) as progress:
+        for step in progress:
+            steps.append(step)
+            train(training).result()  # only the future of the optim_step is read
+    assert steps == [0, 1]
+    assert progress.stopped_by == "failed"
+    assert file.getvalue().startswith("stopped in step 2 of 8 by ")
+    assert "1 failed: forward_backward: " in file.getvalue()
+    assert "on_failure='show'" in "".join(caught.value.__notes__)
+
+
+def test_a_loop_that_never_reads_fails_at_its_end(scripted: ScriptedService, training: tinkex.TrainingClient) -> None:
+    scripted.script.on("optim_step", nth=3, do=FailFuture("no memory"))
+    with pytest.raises(tinkex.TinkexError, match="no memory"), quiet(training) as progress:
+        for _ in range(3):
+            train(training)
+    assert progress.stopped_by == "failed"
+
+
+def test_a_failure_that_the_loop_has_read_is_its_own_affair(
+    scripted: ScriptedService, training: tinkex.TrainingClient
+) -> None:
+    scripted.script.on("optim_step", nth=1, do=FailFuture("no memory"))
+    with quiet(training, 3) as progress:
+        for _ in progress:
+            try:
+                train(training).result()
+            except tinkex.TinkexError:
+                continue
+    assert progress.stopped_by == "steps"
+    assert [record.failed for record in progress.history] == [1, 0, 0]
+
+
+def test_what_was_cancelled_has_not_failed(scripted: ScriptedService, training: tinkex.TrainingClient) -> None:
+    with quiet(training) as progress:
+        train(training).result()
+        training.forward_backward(batch(), "cross_entropy").cancel()
+    assert progress.failures == []
+
+
+def test_async_for_yields_the_steps_inside_and_outside_of_async_with(training: tinkex.TrainingClient) -> None:
+    async def loop() -> list[int]:
+        steps = []
+        async with quiet(training, 2) as progress:
+            async for step in progress:
+                await train(training)
+                steps.append(step)
+        assert progress.stopped_by == "steps" and len(progress.history) == 2
+        async for step in quiet(training, 3):
+            await train(training)
+            steps.append(step)
+        return steps
+
+    assert asyncio.run(loop()) == [0, 1, 0, 1, 2]

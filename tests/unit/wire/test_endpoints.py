@@ -29,6 +29,8 @@ GET sessions/{session_id}/trace_export · POST sessions/search · GET audit · G
 GET billing/usage/checkpoints/current · GET auth/apikey/me · DELETE auth/apikey/me
 GET training_runs/find · PATCH training_runs/{run_id} · DELETE training_runs/{run_id}
 POST sample_stream · GET tokenizers/{tokenizer}/{file} · GET training_runs/{run_id}/steps
+POST training_runs/{run_id}/metrics · GET training_runs/{run_id}/metrics · GET training_runs/{run_id}/samples
+GET training_runs/{run_id}/history
 GET service_state · GET failed_operations
 """
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.cli.connect import rest_client
-from tinkex.cli.named import CHECKPOINT, checkpoint_named
+from tinkex.cli.named import CHECKPOINT, checkpoint_named, is_unknown
 from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import add_flags, config_of
-from tinkex.errors import ValidationError
+from tinkex.errors import NotFoundError, ValidationError
 from tinkex.terminal import output
 from tinkex.terminal.format import size
 
@@ -104,8 +104,8 @@ def _downloaded(args: argparse.Namespace) -> Path:
 
     try:
         path = checkpoint_named(rest_client(args), args.source)
-    except ValidationError as error:
-        if error.code != "unknown_run":
+    except (NotFoundError, ValidationError) as error:
+        if not is_unknown(error):
             raise
         raise ValidationError(
             f"{args.source} is neither a folder nor a tinker:// path, and no run has this id or name. "

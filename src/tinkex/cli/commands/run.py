@@ -14,16 +14,16 @@ from tinkex.cli.named import RUN, run_named
 from tinkex.cli.parser import CommandParser
 from tinkex.clock import REAL
 from tinkex.errors import ConflictError, NotFoundError, TinkexError, ValidationError
-from tinkex.rules.run_names import name_in, tags_in
 from tinkex.terminal import output
 from tinkex.terminal.curve import Point, draw
-from tinkex.terminal.format import NONE, age, aware, clean, date, number, utc_now
+from tinkex.terminal.format import NONE, age, aware, clean, cut, date, number, utc_now
 from tinkex.terminal.live import LiveLines, mode_of
 
 PAGE = 100
 STATUSES = ("running", "idle", "finished", "failed")
 ORDERS = ("created", "last_request", "name", "steps", "loss")
 POLL_S = 1.0
+MOST_REASON = 300
 LEAST_ROWS = 16
 """A terminal with fewer rows shows only the line."""
 MOST_ROWS = 16
@@ -273,6 +273,8 @@ def _fetch_plainly(
 
 
 def _matches(run: tinkex.TrainingRun, args: argparse.Namespace) -> bool:
+    from tinkex.rules.run_names import name_in, tags_in  # loads every type, which `--help` need not
+
     tags = tags_in(run.user_metadata)
     text = "\n".join((name_in(run.user_metadata) or "", run.training_run_id, run.base_model, *tags)).lower()
     has_tag = args.tag is None or args.tag.lower() in [known.lower() for known in tags]
@@ -379,7 +381,10 @@ def next_page(client: tinkex.RestClient, run_id: str, after: int) -> tinkex.type
 
 def line_of(number: int, step: tinkex.types.RunStep) -> str:
     """Return one step as one line."""
-    parts = [f"step {number}", f"loss {step.loss:.4f}" if step.loss is not None else f"loss {NONE}"]
+    noun = "loss per token" if "weight:sum" in step.metrics else "loss"
+    parts = [f"step {number}", f"{noun} {step.loss:.4f}" if step.loss is not None else f"loss {NONE}"]
+    if step.failed:
+        parts.append(f"{step.failed} failed: {cut(clean(step.failure), MOST_REASON)}")
     if step.evaluation_loss is not None:
         parts.append(f"evaluation {step.evaluation_loss:.4f}")
     if step.learning_rate is not None:

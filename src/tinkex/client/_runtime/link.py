@@ -177,6 +177,7 @@ class ServiceLink:
         else:
             operation.state = "done" if error is None else "failed"
         if error is not None:
+            operation.error = None if operation.is_cancelled else error
             operation.last_error = f"{type(error).__name__}: {error}"
             if operation.session is not None:
                 operation.session.report_failure(operation.kind, error)
@@ -187,7 +188,7 @@ class ServiceLink:
             now - operation.created_at, accepted_at - operation.created_at, min(operation.queue_s, waited_s),
             max(waited_s - operation.queue_s - operation.fetch_s, 0.0), operation.fetch_s,
             "" if error is None else type(error).__name__, operation.number, operation.usage, operation.metrics,
-            operation.session_id,
+            operation.session_id, str(operation.error or ""),
         )  # fmt: skip
         self.stats.count_step(step)
         tracing.end(operation, step)

@@ -72,6 +72,8 @@ class Operation:
     queue_s: float = 0.0
     fetch_s: float = 0.0
     last_error: str | None = None
+    error: BaseException | None = None
+    """What it failed with, from its end on."""
     put_off_reason: str = ""
     """What the service says while it does not accept the request yet; empty otherwise."""
     note: str = ""

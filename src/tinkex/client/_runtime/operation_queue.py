@@ -29,6 +29,7 @@ from tinkex.events import Usage
 from tinkex.wire.endpoints import Endpoint
 
 T = TypeVar("T")
+MOST_WATCHED = 1000
 log = logging.getLogger("tinkex.training")
 
 
@@ -68,6 +69,8 @@ class OperationQueue:
         """Numbers that no request will carry, below one that is in use."""
         self._turns = asyncio.Lock()  # first come, first served; waiting operations can be cancelled
         self._unseen: deque[APIFuture[Any]] = deque(maxlen=16)
+        self._watched: dict[int, Operation] = {}
+        """Operations that are open, or failed and nobody has read their future."""
         _queues.add(self)
 
     def submit(
@@ -96,6 +99,7 @@ class OperationQueue:
             observers=(self._observer,),
         )
         link.announce(operation)
+        self._watched[operation.number] = operation
         with self._lock:
             seq_ids = range(self.next_seq_id, self.next_seq_id + request_count)
             self.next_seq_id = seq_ids.stop
@@ -145,9 +149,24 @@ class OperationQueue:
                 self.next_seq_id -= 1
                 self._unsent.remove(self.next_seq_id)
 
+    def take_failure(self) -> tuple[Operation, BaseException] | None:
+        """Return the first failed operation whose future nobody has read, once, and its error. From any thread."""
+        for operation in list(self._watched.values()):
+            future, error = operation.future, operation.error
+            if error is not None and isinstance(future, APIFuture):
+                self._watched.pop(operation.number, None)
+                if not future._is_observed:
+                    future._is_observed = True
+                    return operation, error
+        return None
+
     def _note_unseen(self, future: APIFuture[Any]) -> None:
-        if not future._is_observed and _error_of(future) is not None:
-            self._unseen.append(future)
+        if future._is_observed or _error_of(future) is None:
+            self._watched.pop(future._operation.number, None)
+            return
+        self._unseen.append(future)
+        while len(self._watched) > MOST_WATCHED:  # of failures that nobody reads
+            self._watched.pop(next(iter(self._watched)), None)
 
     def _report_unseen(self) -> None:
         """Log at the next call which futures failed unread: the usual cause of 'it hangs later' reports."""

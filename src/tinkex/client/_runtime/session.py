@@ -20,6 +20,7 @@ from tinkex.client._calls.handshake import ready
 from tinkex.client._calls.send import send
 from tinkex.client._runtime.link import ServiceLink, link_for
 from tinkex.client._runtime.operation import Operation
+from tinkex.client._runtime.run_log import RunLog
 from tinkex.client._runtime.telemetry import Telemetry
 from tinkex.client.future import APIFuture, finished
 from tinkex.errors import APIError, ClosedError, NotFoundError, TinkexError, ValidationError
@@ -36,6 +37,8 @@ WARN_AFTER_S = 120.0
 FINISH = ("success", "errored", "interrupted")
 FINISH_S = 10.0
 """How long the goodbye may take: a service that does not respond must not hold up the end of a program."""
+FLUSH_S = 5.0
+"""How much of that is for what was logged last."""
 
 
 class _Core:
@@ -50,6 +53,8 @@ class _Core:
         self.heartbeat: asyncio.Task[Any] | None = None
         self.telemetry: Telemetry | None = None
         self.is_closed = False
+        self.run_logs: list[RunLog] = []
+        """What its training clients log; sent before the goodbye."""
 
     def stop(self) -> None:
         """Loop thread: end all background work of this session."""
@@ -162,6 +167,12 @@ class Session:
         if self.config.telemetry and not core.is_closed:
             core.telemetry = Telemetry(link, session_id)
 
+    def run_log(self, model_id: str) -> RunLog:
+        """Return what a client of this session logs for its run."""
+        run_log = RunLog(model_id, self.config.metrics_dir)
+        self._core.run_logs.append(run_log)
+        return run_log
+
     def close(self, status: str = "success", detail: str | None = None) -> APIFuture[None]:
         """Tell the service that the session is over, and stop all background work. Closing twice is harmless."""
         if status not in FINISH:
@@ -177,6 +188,10 @@ class Session:
 
 async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: str, detail: str | None) -> None:
     try:
+        for run_log in core.run_logs:
+            run_log.flush()  # all of them send at once
+        for run_log in core.run_logs:
+            await run_log.finish_async(FLUSH_S)
         if core.session_id is not None:
             path = endpoints.FINISH_SESSION.url(session_id=core.session_id)
             body = requests.finish_session(status, detail)

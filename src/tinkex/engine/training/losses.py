@@ -49,12 +49,14 @@ def importance_sampling(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Ten
     """Σ −r·A."""
     advantages = inputs["advantages"]
     log_ratio = _log_ratio(lp, inputs)
-    return -(log_ratio.exp() * advantages).sum(), _ratio_metrics(log_ratio, advantages)
+    return -(log_ratio.exp() * advantages).sum(), _ratio_metrics(log_ratio, advantages) | _difference_metrics(
+        lp, inputs
+    )
 
 
 def ppo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     """Σ −min(r·A, clip(r, lo, hi)·A)."""
-    return _clipped_loss(_log_ratio(lp, inputs), inputs, config)
+    return _clipped_loss(_log_ratio(lp, inputs), lp, inputs, config)
 
 
 def cispo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -64,6 +66,7 @@ def cispo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     ratio = log_ratio.exp()
     clipped = _clip(ratio, inputs, config)
     metrics = _ratio_metrics(log_ratio, advantages) | _clip_metrics(ratio, clipped, advantages)
+    metrics |= _difference_metrics(lp, inputs)
     return -(clipped * lp * advantages).sum(), metrics
 
 
@@ -72,7 +75,7 @@ def dro(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     advantages = inputs["advantages"]
     difference = lp - inputs["logprobs"]
     loss = -(lp * advantages - 0.5 * config["beta"] * difference**2).sum()
-    return loss, _ratio_metrics(_log_ratio(lp, inputs), advantages)
+    return loss, _ratio_metrics(_log_ratio(lp, inputs), advantages) | _difference_metrics(lp, inputs)
 
 
 def gspo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -88,7 +91,7 @@ def gspo(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     # The value of `lp - constant_lp` is 0 and its gradient 1: every token has the ratio of the sequence, and its own
     # gradient. A token without an advantage gets the ratio 1.
     log_ratio = torch.where(advantages != 0, mean + lp - constant_lp, lp - constant_lp)
-    return _clipped_loss(log_ratio, inputs, config)
+    return _clipped_loss(log_ratio, lp, inputs, config)
 
 
 def kl_divergence(lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -126,12 +129,13 @@ def read_config(loss: Loss, settings: Mapping[str, object]) -> Config:
     return checked(rules.check_config, loss.name, settings)
 
 
-def _clipped_loss(log_ratio: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
+def _clipped_loss(log_ratio: Tensor, lp: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     """Σ −min(r·A, clip(r, lo, hi)·A), with r = exp(log_ratio)."""
     advantages, ratio = inputs["advantages"], log_ratio.exp()
     clipped = _clip(ratio, inputs, config)
     loss = -torch.minimum(ratio * advantages, clipped * advantages).sum()
-    return loss, _ratio_metrics(log_ratio, advantages) | _clip_metrics(ratio, clipped, advantages)
+    metrics = _ratio_metrics(log_ratio, advantages) | _clip_metrics(ratio, clipped, advantages)
+    return loss, metrics | _difference_metrics(lp, inputs)
 
 
 def _log_ratio(lp: Tensor, inputs: Inputs) -> Tensor:
@@ -159,6 +163,21 @@ def _ratio_metrics(log_ratio: Tensor, advantages: Tensor) -> Metrics:
         "ratio:min": float(ratio.min()),
         "ratio:max": float(ratio.max()),
         "sampler_kl:mean": float(-log_ratio.mean()),
+    }
+
+
+def _difference_metrics(lp: Tensor, inputs: Inputs) -> Metrics:
+    """Return how far the model is from the sampler that drew the tokens: |lp − q| over the tokens with an advantage.
+
+    Of tokens drawn with the weights that are trained it is what trainer and sampler compute differently; later it grows
+    with what the steps since then have changed.
+    """
+    difference = (lp.detach() - inputs["logprobs"]).abs()[inputs["advantages"] != 0]
+    if not difference.numel():
+        difference = torch.zeros(1)
+    return {
+        "sampler_logprob_difference:mean": float(difference.mean()),
+        "sampler_logprob_difference:max": float(difference.max()),
     }
 
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 KEPT_S = 900.0
 """How long a result stays that was not asked for. Its client may be cut off, or may poll rarely."""
-BRIEFLY_S = 60.0
-"""How long a result stays after its client has asked for it; and a large one in any case, because it takes memory that
-others need. Sixty small results per second for a quarter of an hour took 100 MB."""
+BRIEFLY_S = 120.0
+"""How long a result stays after its client has asked for it, or for its size; and a large one in any case, because it
+takes memory that others need. Within this time a client reads 256 MiB at 2 MB/s. Sixty small results per second for a
+quarter of an hour took 100 MB."""
 LARGE_BYTES = 1 << 20
 KEPT_BYTES = 256 << 20
 """Results are dropped when all of them are larger."""

@@ -96,14 +96,14 @@ def custom_loss(row: OperationRecord) -> Notes | None:
     return returned if isinstance(returned, Mapping) else None
 
 
-def _data_of(data: Sequence[Datum]) -> Iterable[bytes]:
+def _data_of(data: Sequence[Datum]) -> Iterable[bytes | memoryview]:
     for datum in data:
         for chunk in datum.model_input.chunks:
             yield chunk.packed()  # type: ignore[union-attr]  # checked: all are text
         yield datum.loss_fn_inputs[TARGETS].buffer
 
 
-def _weights_of(data: Sequence[Datum]) -> Iterable[bytes]:
+def _weights_of(data: Sequence[Datum]) -> Iterable[bytes | memoryview]:
     for datum in data:
         weights = datum.loss_fn_inputs.get("weights")
         yield b"" if weights is None else weights.buffer
@@ -114,7 +114,7 @@ def _has_negative(datum: Datum) -> bool:
     return weights is not None and bool((np.frombuffer(weights.buffer, "<f4") < 0).any())
 
 
-def _hash(parts: Iterable[bytes]) -> str:
+def _hash(parts: Iterable[bytes | memoryview]) -> str:
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -9,8 +9,8 @@ from typing import Any
 from tinkex.rules.metrics import step_loss
 from tinkex.server.http import views
 from tinkex.server.training.pass_notes import custom_loss, loss_function, notes_of, surrogates
-from tinkex.store.long_runs import PickedStep
 from tinkex.store.records import OperationRecord
+from tinkex.store.runs.long_runs import PickedStep
 
 STEP_KINDS = frozenset({"forward", "forward_backward", "optim_step"})
 
@@ -25,7 +25,8 @@ def steps_of(
     """
     steps: list[dict[str, Any]] = []
     parts: list[OperationRecord] = []
-    waited_s, free_at = 0.0, before and before.finished_at
+    waited_s = 0.0
+    free_at = None if before is None else before.finished_at
     for row in operations:
         waited_s += _waited_s(row, free_at)
         free_at = row.finished_at or free_at

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import datetime as dt
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
 import orjson
 
-from tinkex.testing.http.messages import Refused, Request
+from tinkex.testing.http.messages import Refused, Request, Response
 from tinkex.testing.state import Model, Session, State, known
 
 OWNER = "tml:user:local"
@@ -35,7 +36,7 @@ def client_config(state: State, request: Request) -> Any:
             "version": "testing",
             "stream": True,
             "tokenizers": bool(state.config.tokenizers),
-            "run_records": True,
+            "run_records": "log_metrics" not in state.config.missing,
         },
         **state.config.client_config,
     }
@@ -202,6 +203,43 @@ def run_steps(state: State, request: Request) -> Any:
     after = int(request.query.get("after_seq_id", "-1"))
     steps = [step for step in model.steps if step["seq_id"] > after]
     return {"steps": steps, "next_seq_id": steps[-1]["seq_id"] if steps else after}
+
+
+def log_metrics(state: State, request: Request) -> Any:
+    model = known(state.models, request.parts["run_id"], "training run", "unknown_run")
+    entries, samples = request.json.get("entries", []), request.json.get("samples", [])
+    key = request.headers.get("x-idempotency-key")
+    if key is None or key not in model.log_keys:
+        for rows, kept in ((entries, model.log_entries), (samples, model.log_samples)):
+            kept += [{**row, "time": _iso(row["time"]), "number": len(kept) + n} for n, row in enumerate(rows, 1)]
+        model.log_keys.add(key or "")
+    return {"entries": len(entries), "samples": len(samples)}
+
+
+def run_metrics(state: State, request: Request) -> Any:
+    return _logged(state, request, "entries", lambda model: model.log_entries)
+
+
+def run_samples(state: State, request: Request) -> Any:
+    return _logged(state, request, "samples", lambda model: model.log_samples)
+
+
+def _logged(state: State, request: Request, name: str, rows_of: Callable[[Model], list[dict[str, Any]]]) -> Any:
+    model = known(state.models, request.parts["run_id"], "training run", "unknown_run")
+    after, most = int(request.query.get("after", "0")), int(request.query.get("most", "1000"))
+    rows = rows_of(model)[after : after + most]
+    return {name: rows, "next": after + len(rows)}
+
+
+def _iso(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).isoformat()
+
+
+def run_history(state: State, request: Request) -> Any:
+    model = known(state.models, request.parts["run_id"], "training run", "unknown_run")
+    rows = [{"kind": "step", **step} for step in model.steps]
+    rows += [{"kind": "metrics", **entry} for entry in model.log_entries]
+    return Response(200, b"\n".join(map(orjson.dumps, rows)), "application/x-ndjson")
 
 
 def _run(state: State, model: Model) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
+
 from tinkex.testing.http import codec
 from tinkex.testing.http.messages import Refused, Request
 from tinkex.testing.model import BadData, Weights, run
@@ -60,13 +62,17 @@ def forward_backward(state: State, request: Request) -> Any:
 
 def _pass(state: State, request: Request, body: Mapping[str, Any], key: str) -> Any:
     given = body[key]
+    returned = request.headers.get("x-tinkex-custom-loss")
     data, loss_fn, config = given["data"], given["loss_fn"], given.get("loss_fn_config") or {}
 
     def compute(model: Model) -> Any:
         found = run(model.weights, data, loss_fn, config)
         if key == "forward_backward_input":
             model.gradient = (model.gradient or 0.0) + found.gradient
-            model.losses.append(found.loss)
+            if returned is not None:  # what the function of a custom loss returned
+                model.losses.append(orjson.loads(returned)["loss"])
+            elif request.headers.get("x-tinkex-pass") != "custom":
+                model.losses.append(found.loss)
         outputs = [{"logprobs": tensor} for tensor in found.logprobs]
         metrics = {"loss:sum": found.loss}
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": metrics}

@@ -63,6 +63,41 @@ def get_run_steps(world: World, call: Call) -> None:
     assert len(call(world.rest, training.model_id, found.steps[0].seq_id).steps) == 1
 
 
+@probe("TrainingClient.log_metrics", "TrainingClient.log_sample", "TrainingClient.flush_metrics")
+def log_metrics(world: World, call: Call) -> None:
+    training = world.new_training()
+    if "log_metrics" in call.name:
+        call(training, {"reward": 0.5}, 1)
+    elif "log_sample" in call.name:
+        call(training, "2+2=", "4", 1.0, step=1)
+    else:
+        training.log_metrics({"reward": 0.5}, step=1)
+        call(training)
+    training.flush_metrics()
+    if "sample" in call.name:
+        [sample] = world.rest.get_run_samples(training.model_id).result().samples
+        assert (sample.prompt, sample.text, sample.reward, sample.step) == ("2+2=", "4", 1.0, 1)
+    else:
+        [entry] = world.rest.get_run_metrics(training.model_id).result().entries
+        assert (entry.metrics, entry.step) == ({"reward": 0.5}, 1)
+
+
+@probe("RestClient.get_run_metrics", "RestClient.get_run_samples", "RestClient.get_run_history")
+def get_run_metrics(world: World, call: Call) -> None:
+    training = world.new_training()
+    world.step(training)
+    training.log_metrics({"reward": 0.5}, step=1)
+    training.log_sample("2+2=", "4", 1.0, step=1)
+    training.flush_metrics()
+    found = call(world.rest, training.model_id)
+    if "history" in call.name:
+        assert "reward" in found and "loss" in found, found
+    elif "samples" in call.name:
+        assert [sample.text for sample in found.samples] == ["4"], found
+    else:
+        assert [entry.metrics for entry in found.entries] == [{"reward": 0.5}], found
+
+
 @probe("RestClient.get_service_state")
 def get_service_state(world: World, call: Call) -> None:
     state = call(world.rest)
