@@ -182,6 +182,8 @@ operations = _table(
 _failed = operations.c.state.in_(("failed", "refused"))
 _partial_index("operations_failed", operations.c.tenant, operations.c.finished_at, where=_failed)
 _partial_index("operations_queued", operations.c.run_id, operations.c.seq_id, where=operations.c.state == "queued")
+# Version 10 added it: without it, counting the steps of a long run reads all of its operations.
+_partial_index("operations_steps", operations.c.run_id, operations.c.seq_id, where=operations.c.kind == "optim_step")
 
 run_metrics = Table(
     "run_metrics",

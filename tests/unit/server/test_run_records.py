@@ -62,6 +62,13 @@ def test_lists_are_searched_filtered_sorted_and_paged_with_their_total(named: Se
         assert answer.status == 400 and "is one of" in answer.json["detail"]
 
 
+def test_a_brief_list_leaves_out_what_may_be_large(named: Served) -> None:
+    whole = named.ask("GET", "training_runs?q=first").json["training_runs"][0]
+    [brief] = named.ask("GET", "training_runs?q=first&brief=true").json["training_runs"]
+    assert brief == {name: value for name, value in whole.items() if name not in runs.LARGE_FIELDS}
+    assert whole.keys() > runs.LARGE_FIELDS and whole["lora_config"]["rank"] == whole["lora_rank"]
+
+
 def find(served: Served, text: str) -> Any:
     return served.ask("GET", f"training_runs/find?run={quote(text, safe='')}")
 
