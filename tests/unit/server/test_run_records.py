@@ -237,7 +237,7 @@ async def test_a_long_journal_is_deleted_in_pieces_between_which_others_use_the_
             sizes.append(whole(run_id, 4, home))
             return sizes[-1]
 
-        service.store.delete_ended_operations = counted  # type: ignore[method-assign]
+        service.store.delete_ended_operations = counted  # type: ignore[method-assign, assignment]
         assert (await ask(service, runs.delete_training_run, queue.run.id))["operations"] == 6
         assert sizes == [4, 2, 0] and await service.db(service.store.operations_of, queue.run.id) == []
 
