@@ -123,7 +123,7 @@ def test_runs_are_searched_filtered_and_ordered_and_the_address_keeps_it(
     page.open(str(page.run("return location.href")))
     page.wait(lambda: listed(page) == ["proverb drills"], "the same list at the same address")
     assert page.run("return [document.getElementById('search').value, document.getElementById('by-tag').value]") == [
-        "proverbs",
+        "proverb",
         "sweep",
     ]
     choose(page, "by-status", "finished")
