@@ -230,7 +230,7 @@ def test_a_long_list_comes_in_pages(page: Browser, stage: Stage) -> None:
     add_runs(stage.server, *(f"old-{number}" for number in range(55)))
     page.open(f"{stage.url}/#/runs")
     page.wait_text("1–50 of ")
-    assert page.texts("tbody tr:first-child .strong") == ["proverbs"]
+    assert "proverbs" in page.texts("tbody .strong")
     page.click("button", "Older")
     page.wait(lambda: "proverbs" not in page.text("tbody") and len(page.texts("tbody tr")) < 50, "the rest")
     page.click("button", "Newer")
@@ -504,7 +504,7 @@ def test_the_keyboard_is_enough(page: Browser, stage: Stage) -> None:
         walked.append(page.focused())
         page.press("Tab")
     assert {"Smoothing", "Log scale", "Rename…", "Runs"} <= set(walked)
-    assert any(name.startswith("Loss per token. Arrow keys") for name in walked)
+    assert any(". Arrow keys move" in name for name in walked)
     page.run("document.querySelector('#nav a[href=\"#/playground\"]').focus()")
     page.press("Enter")
     wait_for_models(page)

@@ -33,7 +33,7 @@ LONG_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct-and-a-very-long-suffix-of-its-q
 def second(stage: Stage) -> Iterator[tinkex.TrainingClient]:
     """Another run, with another rank and rate, and an operation that failed."""
     training = stage.service.create_lora_training_client(
-        "tinkex/tiny", rank=4, seed=5, user_metadata={"name": "proverbs again", "tags": "sweep, second"}
+        "tinkex/tiny", rank=4, seed=5, user_metadata={"name": "proverb drills", "tags": "sweep, second"}
     )
     for _ in range(6):
         training.forward_backward(data(), "cross_entropy")
@@ -79,8 +79,8 @@ def test_twenty_runs_take_two_screens_of_a_phone(page: Browser, stage: Stage) ->
 def test_chosen_runs_are_drawn_over_each_other_and_their_differences_marked(
     page: Browser, stage: Stage, second: tinkex.TrainingClient
 ) -> None:
-    page.open(f"{stage.url}/#/runs?q=proverbs")
-    for name in ("proverbs again", "proverbs"):
+    page.open(f"{stage.url}/#/runs?q=proverb")
+    for name in ("proverb drills", "proverbs"):
         page.click(f"tbody input[aria-label='Choose {name}']")
     assert page.texts(".selection .strong") == ["2 runs chosen"]
     page.click(".selection a", "Compare")
@@ -89,14 +89,14 @@ def test_chosen_runs_are_drawn_over_each_other_and_their_differences_marked(
     page.find("section[aria-label=Parameters]")
     differing = page.texts(".differs .lead")
     assert "Rank" in differing and "Learning rate" in differing and "Base model" not in differing
-    page.wait(lambda: "proverbs again" in drawn(page)[0], "the names beside the values")
+    page.wait(lambda: "proverb drills" in drawn(page)[0], "the names beside the values")
     for look, size, is_dark in (("dark", DESK, True), ("phone", PHONE, False)):
         page.size(*size, is_dark=is_dark)
         page.picture(PICTURES / f"compare-{look}.png")
     page.size(*DESK)
     page.click("input[aria-label='Draw proverbs']")
     page.wait(lambda: page.run("return document.querySelectorAll('path.line.is-run-1').length") != 0, "the other run")
-    page.wait(lambda: len(page.texts(".plot")) > 0 and "proverbs again" in drawn(page)[0], "one line")
+    page.wait(lambda: len(page.texts(".plot")) > 0 and "proverb drills" in drawn(page)[0], "one line")
 
 
 def listed(page: Browser) -> list[str]:
@@ -116,14 +116,14 @@ def test_runs_are_searched_filtered_and_ordered_and_the_address_keeps_it(
     page: Browser, stage: Stage, second: tinkex.TrainingClient
 ) -> None:
     page.open(f"{stage.url}/#/runs")
-    page.enter("#search", "proverbs")
-    page.wait(lambda: listed(page) == ["proverbs again", "proverbs"], "the two runs of that name")
+    page.enter("#search", "proverb")
+    page.wait(lambda: listed(page) == ["proverb drills", "proverbs"], "the two runs of that name")
     choose(page, "by-tag", "sweep")
-    page.wait(lambda: listed(page) == ["proverbs again"], "the one with the tag")
+    page.wait(lambda: listed(page) == ["proverb drills"], "the one with the tag")
     page.open(str(page.run("return location.href")))
-    page.wait(lambda: listed(page) == ["proverbs again"], "the same list at the same address")
+    page.wait(lambda: listed(page) == ["proverb drills"], "the same list at the same address")
     assert page.run("return [document.getElementById('search').value, document.getElementById('by-tag').value]") == [
-        "proverbs",
+        "proverb",
         "sweep",
     ]
     choose(page, "by-status", "finished")

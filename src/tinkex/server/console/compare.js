@@ -23,7 +23,7 @@ export function comparePage(main, { query }) {
   const problem = h("div");
   const body = h(
     "div",
-    { hidden: true },
+    { class: "compared", hidden: true },
     h("div", { class: "card table" }, table(["Run", "Status", ">Steps", ">Loss", ">Tokens", ">Engine time"], rows)),
     board.element,
     parameters,
