@@ -83,7 +83,7 @@ def test_pull_creates_a_built_in_model_once(run: Tinkex, tmp_path: Path) -> None
     ran = run("models", "pull", "tinkex/tiny")
     folder = tmp_path / "cache" / "models" / "tinkex--tiny-1"
     assert (ran.code, ran.out) == (0, f"tinkex/tiny is ready: 471.1 kB in {folder}\n")
-    assert ran.err == "To serve it: tinkex serve --base-model tinkex/tiny\n"
+    assert ran.err == "To serve it: tinkex serve tinkex/tiny\n"
     made_at = folder.stat().st_mtime_ns
     again = run("models", "pull", "tinkex/tiny")
     assert again.out == f"tinkex/tiny was already here; nothing was downloaded: 471.1 kB in {folder}\n"

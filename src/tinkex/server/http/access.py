@@ -19,13 +19,14 @@ from tinkex.server.http.errors import RequestRejected, bad_request, error_respon
 from tinkex.server.http.rejected_keys import RejectedKeys
 from tinkex.server.limits.ledger import Ledger
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.settings import ServeConfig, is_loopback_host
+from tinkex.settings import KEYLESS, ServeConfig, is_loopback_host
 from tinkex.store.access import hash_key
 from tinkex.store.records import KeyRecord
 from tinkex.store.store import Store
 from tinkex.wire import endpoints
 
 LOCAL_TENANT = "local"
+NO_KEY = "No API key. Send it as X-API-Key or Authorization: Bearer; with the SDK, set TINKER_API_KEY."
 CACHE_S = 3.0
 """How long a key that was looked up is cached: a revoked one stops working after at most this time."""
 _MAX_CACHED_KEYS = 4096
@@ -43,13 +44,26 @@ _POLLS = frozenset(
 
 
 class AccessControl:
-    def __init__(self, config: ServeConfig, store: Store, db: Db, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        store: Store,
+        db: Db,
+        clock: Clock,
+        *,
+        owner_key: str | None = None,
+        is_private: bool = False,
+    ) -> None:
+        """`owner_key`: of the data folder's owner, the tenant `local`. `is_private`: a request needs it or another."""
         self._store, self._db, self._clock = store, db, clock
         self.rejected_keys = RejectedKeys(clock)
         # One tenant per key, with a name that survives restarts and reveals no key.
-        self._configured = {digest: f"key-{digest[:12]}" for digest in map(hash_key, config.api_keys)}
+        self._configured = {digest: tenant_of(digest) for digest in map(hash_key, config.api_keys)}
         self._may_be_open = is_loopback_host(config.host)
-        self._has_keys = bool(self._configured)
+        self._has_keys = bool(self._configured) or is_private
+        if owner_key is not None:
+            self._configured[hash_key(owner_key)] = LOCAL_TENANT
+        self.last_request_at = clock.now()
         self._own_hosts = {config.host, (urlsplit(config.public_url or "").hostname or config.host).lower()}
         self._public_origin = _authority_of(config.public_url or "")
         self._counted_at: float | None = None
@@ -65,6 +79,7 @@ class AccessControl:
         A service without keys raises 403 for a request that a web page from elsewhere made a browser send.
         """
         headers = scope["headers"]
+        self.last_request_at = self._clock.now()
         if not await self.uses_keys():
             check_local(headers, self._own_hosts, self._public_origin)
             return LOCAL_TENANT
@@ -81,15 +96,15 @@ class AccessControl:
         if not await self.uses_keys():
             return LOCAL_TENANT
         if not key:
-            raise _unauthorised(
-                "No API key. Send it as X-API-Key or Authorization: Bearer; with the SDK, set TINKER_API_KEY."
-            )
+            raise _unauthorised(NO_KEY)
         if len(key) <= _MAX_KEY_CHARACTERS:
             digest = hash_key(key)
             if (tenant := self._configured_tenant(digest)) is not None:
                 return tenant
             if (stored := await self._stored(digest)) is not None:
                 return stored.tenant
+        if key == KEYLESS:  # what our client sends if none is set
+            raise _unauthorised(NO_KEY)
         raise _unauthorised(
             "This API key is unknown or was revoked. Create one with `tinkex key create` on the server."
         )
@@ -191,6 +206,11 @@ class AccessMiddleware:
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def tenant_of(digest: str) -> str:
+    """Return the tenant of a key from the configuration, by its hash."""
+    return f"key-{digest[:12]}"
 
 
 Authority = tuple[str, int]

@@ -11,5 +11,6 @@ Others import:
     sparse_log            log lines that any connection can cause, at most one in 10 seconds
     permissions           who may read what the service stores
     readiness.Readiness   why the service cannot work now
+    home.SharedHome       what other programs of the same user find in the data folder
     janitor.Janitor       deletes what expired, and watches the disk
 """
