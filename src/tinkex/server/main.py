@@ -37,6 +37,7 @@ from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
+from tinkex.server.upkeep.base_models import first_models
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.server.upkeep.janitor import Janitor
@@ -205,7 +206,9 @@ def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: En
         intake=Intake(clock, store, db, worker, ledger, quotas),
         worker=worker,
         waiters=waiters,
-        sampling=Sampling(config, clock, store, db, engine, catalog, metrics, ledger, worker.memory.relieve),
+        sampling=Sampling(
+            config, clock, store, db, engine, catalog, metrics, ledger, worker.models, worker.memory.relieve
+        ),
         tokenizers=Tokenizers(catalog),
         metrics=metrics,
         ledger=ledger,
@@ -264,7 +267,8 @@ async def _run(
     tls: Tls | None,
     on_ready: Callable[[str], None] | None,
 ) -> None:
-    engine = _engine_of_front() if config.no_engine else _with_samplers(config, models, engine_for(config, models))
+    first = first_models(config, models)
+    engine = _engine_of_front() if config.no_engine else _with_samplers(config, models, engine_for(config, first))
     starting = asyncio.create_task(engine.start())
     service = build(config, models, store, engine)
     member = _member_of(service)
