@@ -37,7 +37,7 @@ from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
-from tinkex.server.upkeep.base_models import first_models
+from tinkex.server.upkeep.base_models import first_models, fixed_reason
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.server.upkeep.janitor import Janitor
@@ -109,11 +109,28 @@ def serve(config: ServeConfig, *, on_ready: OnReady | None = None, progress: Pro
                 names = () if config.no_engine else config.base_models
                 with nullcontext() if config.is_clustered else store.lease(address, config.data_dir) as lease:
                     models = [resolve(name, config.cache_dir, progress=progress) for name in names]
+                    models += _offered_before(config, store, models)
                     ready = on_ready and partial(on_ready, needs_key)
                     asyncio.run(_run(config, models, store, lease, sock, tls, ready))
             finally:
                 store.close()
     return 0
+
+
+def _offered_before(config: ServeConfig, store: Store, named: list[ModelInfo]) -> Iterator[ModelInfo]:
+    """Yield the base models that the owner offered while an earlier server ran, as far as they are still there."""
+    if fixed_reason(config) is not None:
+        return
+    taken = {name for model in named for name in model.names}
+    for name, source in store.offered_models():
+        try:
+            model = resolve(source, config.cache_dir, may_download=False)
+        except ConfigError as error:
+            logger.warning("base model %s, which was offered before, is not offered now: %s", name, error)
+            continue
+        if not taken & set(model.names):
+            taken |= set(model.names)
+            yield model
 
 
 def _data_lock(config: ServeConfig, address: str) -> AbstractContextManager[object]:
