@@ -23,11 +23,10 @@ from tinkex.server.limits.quotas import Quotas
 from tinkex.server.training.adapter_memory import Activity, AdapterMemory
 from tinkex.server.training.engine_attempts import EngineAttempts
 from tinkex.server.training.operation_runner import OperationRunner
-from tinkex.server.training.queue_reasons import QueueReasons
 from tinkex.server.training.queued_work import QueuedWork
 from tinkex.server.training.residency import REPLAYED, Residency, set_aside
 from tinkex.server.training.run_homes import RunHomes
-from tinkex.server.training.run_queue import PendingOperation, RunQueue
+from tinkex.server.training.run_queue import PendingOperation, QueueReasons, RunQueue
 from tinkex.server.training.scheduler import Shares, choose
 from tinkex.server.training.stored_results import StoredResults
 from tinkex.server.training.until_stored import UntilStored
