@@ -38,7 +38,7 @@ COMMANDS = {
     "console": ("commands", "open your service's web console"),
     "chat": ("commands", "chat with a base model or with an adapter you trained"),
     "sample": ("commands", "generate text from a prompt"),
-    "models": ("commands", "list and download base models"),
+    "models": ("commands", "list, download and offer base models"),
     "run": ("commands", "list training runs and watch them"),
     "checkpoint": ("commands", "manage saved weights"),
     "export": ("commands", "convert a checkpoint into files for other programs"),

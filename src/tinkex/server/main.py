@@ -38,6 +38,7 @@ from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
+from tinkex.server.upkeep.base_models import first_models, fixed_reason
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.server.upkeep.home import SharedHome, home_of
@@ -120,11 +121,28 @@ def serve(
                     if home is not None:
                         home.adopt_runs(store)
                     models = [resolve(name, config.cache_dir, progress=progress) for name in names]
+                    models += _offered_before(config, store, models)
                     ready = partial(_tell_ready, needs_key, home, on_ready)
                     asyncio.run(_run(config, models, store, lease, sock, tls, home, ready))
             finally:
                 store.close()
     return 0
+
+
+def _offered_before(config: ServeConfig, store: Store, named: list[ModelInfo]) -> Iterator[ModelInfo]:
+    """Yield the base models that the owner offered while an earlier server ran, as far as they are still there."""
+    if fixed_reason(config) is not None:
+        return
+    taken = {name for model in named for name in model.names}
+    for name, source in store.offered_models():
+        try:
+            model = resolve(source, config.cache_dir, may_download=False)
+        except ConfigError as error:
+            logger.warning("base model %s, which was offered before, is not offered now: %s", name, error)
+            continue
+        if not taken & set(model.names):
+            taken |= set(model.names)
+            yield model
 
 
 def _data_lock(config: ServeConfig, address: str) -> AbstractContextManager[object]:
@@ -225,7 +243,9 @@ def build(
         intake=Intake(clock, store, db, worker, ledger, quotas),
         worker=worker,
         waiters=waiters,
-        sampling=Sampling(config, clock, store, db, engine, catalog, metrics, ledger, worker.memory.relieve),
+        sampling=Sampling(
+            config, clock, store, db, engine, catalog, metrics, ledger, worker.models, worker.memory.relieve
+        ),
         tokenizers=Tokenizers(catalog),
         metrics=metrics,
         ledger=ledger,
@@ -285,7 +305,8 @@ async def _run(
     home: SharedHome | None,
     ready: Callable[[str], None],
 ) -> None:
-    engine = _engine_of_front() if config.no_engine else _with_samplers(config, models, engine_for(config, models))
+    first = first_models(config, models)
+    engine = _engine_of_front() if config.no_engine else _with_samplers(config, models, engine_for(config, first))
     starting = asyncio.create_task(engine.start())
     service = build(config, models, store, engine, home=home)
     member = _member_of(service)

@@ -29,6 +29,8 @@ COMMANDS = [
     ["sample"],
     ["models"],
     ["models", "list"],
+    ["models", "add"],
+    ["models", "rm"],
     ["run"],
     *(["run", verb] for verb in ("list", "info", "watch")),
     ["checkpoint"],

@@ -110,7 +110,7 @@ def test_health_needs_no_key_and_every_other_call_does(serve: Callable[..., Serv
     from tinkex.wire import endpoints
 
     served = serve(api_keys=(ALICE,))
-    parts = dict.fromkeys(("run_id", "session_id", "sampler_id", "tokenizer", "file"), "x")
+    parts = dict.fromkeys(("run_id", "session_id", "sampler_id", "tokenizer", "file", "base_model"), "x")
     open_calls = [
         row.name
         for row in endpoints.ALL

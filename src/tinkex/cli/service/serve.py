@@ -18,7 +18,7 @@ from tinkex.terminal import output
 
 GROUPS = {
     "models and computation": (
-        "base_models", "device", "dtype", "decode_weights", "threads", "devices_per_engine", "cache_dir",
+        "base_models", "load_models", "device", "dtype", "decode_weights", "threads", "devices_per_engine", "cache_dir",
     ),
     "sampling with vLLM": ("sampler", "vllm_python", "vllm_max_rank", "vllm_slots", "vllm_cache_gb", "proofs"),
     "network": ("host", "port", "public_url"),

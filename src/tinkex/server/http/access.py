@@ -38,6 +38,7 @@ _PATHS_WITH_KEY = ("/api/v1/", "/v1/", "/oai/api/v1/")
 _OPENAI_PATHS = ("/v1/", "/oai/")
 _PATHS_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/files/")
 """Load balancers ask for health without a key; links to files carry their own signature."""
+_PROXY_HEADERS = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
 _POLLS = frozenset(
     endpoint.path for endpoint in (endpoints.RETRIEVE_FUTURE, endpoints.RETRIEVE_FUTURES, endpoints.SESSION_HEARTBEAT)
 )
@@ -108,6 +109,21 @@ class AccessControl:
         raise _unauthorised(
             "This API key is unknown or was revoked. Create one with `tinkex key create` on the server."
         )
+
+    async def check_owner(self, scope: Scope, tenant: str) -> None:
+        """Raise 403 unless a request is from the service's owner: the tenant `local`.
+
+        Without keys everybody is that tenant. Then it is a program on this machine that comes here directly: behind a
+        proxy, whoever the proxy lets in would come from this machine.
+        """
+        if await self.uses_keys():
+            if tenant != LOCAL_TENANT:
+                raise _not_owner("a key of the tenant `local`, which `tinkex key create NAME --tenant local` makes")
+            return
+        address = scope["client"][0] if scope.get("client") else ""
+        is_proxied = any(name.lower() in _PROXY_HEADERS for name, _ in scope["headers"]) or self._public_origin
+        if is_proxied or not is_loopback_host(address):
+            raise _not_owner("a program on the service's machine, not through a proxy; or a key of the tenant `local`")
 
     async def uses_keys(self) -> bool:
         """Return whether a key is required. Once it is, it stays so: revoking the last key opens nothing."""
@@ -285,6 +301,10 @@ def api_key_in(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         if name.lower() == b"authorization" and value[:7].lower() == b"bearer ":
             bearer = value[7:].decode("latin-1").strip() or None
     return bearer
+
+
+def _not_owner(what: str) -> RequestRejected:
+    return RequestRejected(403, f"Only the owner of this service may do that. It takes {what}.", "not_owner")
 
 
 def _unauthorised(detail: str) -> RequestRejected:
