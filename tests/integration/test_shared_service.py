@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import tinkex
 from tinkex.cli.main import main
+from tinkex.engine.models.registry import resolve
 from tinkex.errors import ConfigError
 from tinkex.home.lock import holder_pid
 from tinkex.home.running import SERVICE_FILE, running_service
@@ -148,7 +150,7 @@ def test_what_does_not_fit_the_running_service_is_one_clear_error(home: Path, mo
             assert same.pid == service.pid
         with pytest.raises(ConfigError, match=r"runs with threads=1, not with threads=2\. Stop it with `tinkex stop`"):
             tinkex.local(TINY, threads=2)
-        with pytest.raises(ConfigError, match=r"offers tinkex/tiny, and not ./other"):
+        with pytest.raises(ConfigError, match=r"Base model ./other is not on this machine.*neither a folder nor a mod"):
             tinkex.local("./other")
         with pytest.raises(ConfigError, match=r"No API key.*tinkex\.local\(\) joins it"):
             tinkex.ServiceClient()
@@ -156,6 +158,20 @@ def test_what_does_not_fit_the_running_service_is_one_clear_error(home: Path, mo
         with pytest.raises(ConfigError, match=r"is tinkex .*, and this program has 0\.0\.1\..*tinkex stop"):
             tinkex.local(TINY)
         assert user_pids(home) == [os.getpid()], "a program that could not join is no user"
+
+
+def test_a_program_that_joins_brings_a_base_model_which_is_offered_the_next_time_too(
+    home: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(resolve(TINY, home.parent / "cache").folder, tmp_path / "other"))
+    with tinkex.local(TINY) as first, tinkex.local(str(other)) as second:
+        assert first.pid == second.pid
+        training = second.create_lora_training_client("other", rank=4)
+        assert training.get_info().model_data.model_name == "other"
+    assert until_ended(first.pid)
+    with tinkex.local(TINY) as service:
+        names = [model.model_name for model in service.get_server_capabilities().supported_models]
+        assert {TINY, "other"} <= set(names)
 
 
 def test_a_service_that_was_killed_is_replaced_and_its_file_misleads_nobody(home: Path) -> None:

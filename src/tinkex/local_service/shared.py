@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from tinkex import settings
 from tinkex._version import __version__
 from tinkex.client.diagnose import fetch_json
+from tinkex.client.rest import RestClient
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, TinkexError
 from tinkex.home.lock import FileLock, Locked, holder_pid
@@ -45,7 +47,8 @@ class SharedServer:
             self._service = join_or_start(config, LINGER_S, who=who)
             _check_same(self._service, config, given)
             self.api_key = read_key(self._folder) or settings.KEYLESS
-            offer(settings.client_arguments(self._folder, self._service), config.base_models)
+            arguments = settings.client_arguments(self._folder, self._service)
+            offer(arguments, config.base_models, config.cache_dir, who)
         except BaseException:
             self._lock.release()
             raise
@@ -153,16 +156,37 @@ def _check_same(service: RunningService, config: ServeConfig, given: Collection[
         raise ConfigError(f"{where} runs with {has}, not with {asked}. {instead}")
 
 
-def offer(arguments: Mapping[str, Any], models: Collection[str]) -> None:
-    """Make sure that a service offers these base models. The one place where a program asks it for another.
+def offer(arguments: Mapping[str, Any], models: Collection[str], cache_dir: Path, who: str) -> None:
+    """Have a service offer these base models too. It loads each at its first use.
 
     `arguments`: the settings that lead to it (`settings.client_arguments`).
     """
     config = settings.resolve(**arguments, telemetry=False)
-    offered = [str(entry["model_name"]) for entry in fetch_json(config, GET_SERVER_CAPABILITIES)["supported_models"]]
-    if missing := [name for name in models if name not in offered]:
-        raise ConfigError(
-            f"The service at {config.base_url} offers {', '.join(offered)}, and not {', '.join(missing)}. Stop it with "
-            f"`tinkex stop`, and start it with all of them: tinkex serve {' '.join([*offered, *missing])}. In Python, "
-            "tinkex.local(..., ephemeral=True) starts a private service beside it."
-        )
+    offered = {str(entry["model_name"]) for entry in fetch_json(config, GET_SERVER_CAPABILITIES)["supported_models"]}
+    for name in models:
+        folder = Path(name).expanduser()
+        if name in offered:
+            continue
+        if (folder / "config.json").is_file():
+            name = str(folder.resolve())
+        else:
+            _fetch(name, cache_dir, who)  # the service takes what is on the machine, and downloads nothing
+        try:
+            RestClient(config=config).offer_model(name).result()
+        except TinkexError as error:
+            raise ConfigError(f"The service at {config.base_url} does not offer {name}: {error}") from None
+
+
+def _fetch(name: str, cache_dir: Path, who: str) -> None:
+    """Download a base model, if it is not on this machine yet, and show how far it is."""
+    command = [sys.executable, "-m", "tinkex", "models", "pull", name, "--cache-dir", str(cache_dir)]
+    said: deque[str] = deque(maxlen=12)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as pull:
+        assert pull.stderr is not None
+        for line in pull.stderr:
+            said.append(line)
+            if line.strip():
+                print(f"{who}: {line.rstrip()}", file=sys.stderr)
+    if pull.returncode:
+        reason = said[-1].strip().removeprefix("tinkex: ") if said else f"exit code {pull.returncode}"
+        raise ConfigError(f"Base model {name} is not on this machine and cannot be fetched: {reason}")
