@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -14,8 +15,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def until_ended(pid: int, seconds: float = 30.0) -> bool:
+def until(is_so: Callable[[], bool], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < end:
+    while not is_so() and time.monotonic() < end:
         time.sleep(0.05)
-    return not is_running(pid)
+    return is_so()
+
+
+def until_ended(pid: int, seconds: float = 30.0) -> bool:
+    return until(lambda: not is_running(pid), seconds)
