@@ -123,7 +123,7 @@ def draw_curve(curve: Curve, shape: Shape, most_s: float) -> tuple[list[str], fl
         "|---|---|---|---|---|",
     ]
     rate = 0.0
-    with tinkex.local(shape.name) as service:
+    with tinkex.local(shape.name, ephemeral=True) as service:
         pid = engine_pid(service)
         ends = time.monotonic() + most_s
         for point in curve.points(shape, service):

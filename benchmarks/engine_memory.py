@@ -134,7 +134,7 @@ def verdict(is_met: bool) -> str:
 
 
 def one_pass(shape: Shape, rows: int, length: int) -> list[str]:
-    with tinkex.local(shape.name) as service:
+    with tinkex.local(shape.name, ephemeral=True) as service:
         trainer, pid = shape.trainer(service), engine_pid(service)
         start, before = peak_bytes(pid), resident_bytes(pid)
         forget_peak(pid)
@@ -160,7 +160,7 @@ def adapters(shape: Shape, counts: Sequence[int]) -> list[str]:
     """One after another, so that passes never share a batch: what grows is adapters, not activations."""
     needed = 4 * RANK * shape.adapter_numbers * 4
     resident: dict[int, int] = {}
-    with tinkex.local(shape.name) as service:
+    with tinkex.local(shape.name, ephemeral=True) as service:
         pid = engine_pid(service)
         kept = []  # who lets go of a client unloads nothing, but the point is that all are there
         for number in range(1, max(counts) + 1):
@@ -198,7 +198,7 @@ def adapters(shape: Shape, counts: Sequence[int]) -> list[str]:
 def samples(count: int, bursts: int) -> list[str]:
     shape = Shape.of(TINY)
     answered, resident, peaks = [], [], []
-    with tinkex.local(TINY, max_cache_tokens=CACHE_TOKENS) as service:
+    with tinkex.local(TINY, max_cache_tokens=CACHE_TOKENS, ephemeral=True) as service:
         sampler = shape.trainer(service).save_weights_and_get_sampling_client()
         pid = engine_pid(service)
         sample_all(sampler, shape.fresh(64, 32), 32)

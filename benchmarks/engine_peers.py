@@ -138,7 +138,7 @@ def main(rounds: int = 5) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so whoever ends us ends all servers
     with ExitStack() as stack:
         run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True)))
-        service = stack.enter_context(tinkex.local(MODEL))
+        service = stack.enter_context(tinkex.local(MODEL, ephemeral=True))
         ours = Server("tinkex")
         choose(ours, WORKS, [driver(stack, [], "tinkex", sys.executable, service.base_url, MODEL, service.api_key)])
         if set(ours.drivers) != set(WORKS):

@@ -21,7 +21,7 @@ from tinkex.engine.models import registry
 def main(rounds: int = 5) -> None:
     plain = PlainLoop(registry.resolve(MODEL, CACHE).folder)
     source = random.Random(2)
-    with tinkex.local(MODEL) as service:
+    with tinkex.local(MODEL, ephemeral=True) as service:
         samplers = []
         for seed in range(8):
             training = service.create_lora_training_client(MODEL, rank=8, seed=seed, train_unembed=False)

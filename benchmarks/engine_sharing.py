@@ -116,7 +116,7 @@ def crowd(count: int, few: int, rounds: int) -> list[str]:
     """The same work twice; what differs is how many samples are under way at a time."""
     shape = Shape.of(TINY)
     params = tinkex.SamplingParams(max_tokens=32, temperature=1.0, stop=[])
-    with tinkex.local(TINY) as service:
+    with tinkex.local(TINY, ephemeral=True) as service:
         sampler = shape.trainer(service).save_weights_and_get_sampling_client()
 
         def draw(at_once: int) -> None:
@@ -239,7 +239,7 @@ def main() -> None:
     quick, shape = given.quick, Shape.of(given.model)
     lines = [f"Model `{given.model}` in float32, adapters of rank 8, through HTTP with our client.", ""]
     lines += crowd(512, 64, 1 if quick else 5)
-    with tinkex.local(given.model) as service:
+    with tinkex.local(given.model, ephemeral=True) as service:
         lines += many_adapters(shape, service, 64, 1 if quick else 5)
         lines += sampling_beside_training(shape, service, 10 if quick else 40)
         lines += training_beside_sampling(shape, service, 1 if quick else 3)

@@ -36,7 +36,7 @@ def datum(row: Sequence[int]) -> tinkex.Datum:
 def main(rounds: int = 5) -> None:
     folder = registry.resolve(MODEL, CACHE).folder
     plain = PlainLoop(folder)
-    with tinkex.local(MODEL) as service:
+    with tinkex.local(MODEL, ephemeral=True) as service:
         clients = [
             service.create_lora_training_client(MODEL, rank=8, seed=seed, train_unembed=False) for seed in range(8)
         ]

@@ -7,7 +7,7 @@ python examples/01_chat_fine_tune.py --model smollm2-135m --steps 20
 # # A first fine-tune
 #
 # Sixteen short conversations teach a model to talk like the help desk of a harbour. The training loop runs in your
-# program, the model on a service: the one in `TINKER_BASE_URL`, or else a private one on this machine.
+# program, the model on a service: the one in `TINKER_BASE_URL`, or else the one on this machine.
 
 # %%
 from __future__ import annotations

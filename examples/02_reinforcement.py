@@ -5,7 +5,7 @@
 Each step samples a group of answers to each question, scores them, and makes the answers more likely that scored above
 the mean of their group.
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 `forward_backward_custom` runs the function below in this program, between two passes on the service.
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

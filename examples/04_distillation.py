@@ -6,7 +6,7 @@ The teacher is the same model with a system message. It writes answers, then rep
 each position (top-k prompt log-probabilities). These are the student's targets: not one right token per position, but K
 tokens with their probabilities.
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Each adapter has its own training client and its own order of operations; the service alternates between them.
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

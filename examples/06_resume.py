@@ -6,7 +6,7 @@
 there when it is started again. `main` kills it in a separate process, starts it again, and compares the result with an
 undisturbed run.
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

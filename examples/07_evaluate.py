@@ -5,7 +5,7 @@
 Operations of a training client run in the order they were called. A `forward` or a sampler that is requested after step
 8 has the weights of step 8, whatever is called after it, so no step has to wait for an evaluation.
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

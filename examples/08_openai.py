@@ -5,7 +5,7 @@
 Needs `pip install openai`. Programs for the OpenAI API can use your adapter: set another address, and the
 adapter's path as the model.
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

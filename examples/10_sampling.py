@@ -5,7 +5,7 @@
 No semaphore is needed: the SDK sends as many requests as the service accepts. A 429 slows down all samplers of the key
 and fails none of them; a sample that fails does not affect the others.
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

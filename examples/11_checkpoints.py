@@ -2,8 +2,8 @@
 
     python examples/11_checkpoints.py --model smollm2-135m
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine. `tinkex.local(model,
-data_dir=FOLDER)` keeps what is saved after the program has ended.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs. What is saved is there
+after the program has ended.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/12_watch.py --model smollm2-135m
 
-Uses the service in TINKER_BASE_URL, or starts a private one on this machine.
+Uses the service in TINKER_BASE_URL, or the one on this machine, which is started if none runs.
 """
 
 from __future__ import annotations

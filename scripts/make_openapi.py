@@ -61,12 +61,14 @@ BODIES: dict[str, type[Value] | None] = {
     "copy_weights": weights.CopyWeightsRequest,
     "set_session_project": None,
     "log_metrics": None,
+    "offer_model": None,
     "search_sessions": session.SessionSearchRequest,
     "update_training_run": account.UpdateTrainingRunRequest,
 }
 """The body of every POST, PUT and PATCH. One that is missing here stops this script."""
 
 OWN_BODIES: dict[str, Schema] = {
+    "offer_model": {"properties": {"name": {"type": "string"}}, "required": ["name"]},
     "set_checkpoint_ttl": {"properties": {"ttl_seconds": {"type": ["integer", "null"]}}},
     "weights_info": {"properties": {"tinker_path": {"type": "string"}}, "required": ["tinker_path"]},
     "log_metrics": {

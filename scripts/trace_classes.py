@@ -36,7 +36,7 @@ HOOK = """
 PROGRAM = """
     import os, time, tinkex
     from pathlib import Path
-    training = tinkex.local("tinkex/tiny").create_lora_training_client(base_model="tinkex/tiny", rank=8)
+    training = tinkex.local("tinkex/tiny", ephemeral=True).create_lora_training_client(base_model="tinkex/tiny", rank=8)
     datum = tinkex.types.Datum(
         model_input=tinkex.types.ModelInput.from_ints(list(range(5, 24))),
         loss_fn_inputs={"target_tokens": list(range(6, 25)), "weights": [1.0] * 19},

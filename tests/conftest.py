@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +17,10 @@ from tests.prepare import WHEELS
 os.environ["PIP_NO_INDEX"] = "1"
 os.environ["PIP_FIND_LINKS"] = str(WHEELS)
 
+# No test touches the runs of the user: the home, where tinkex.local() starts a service, is a folder of this process.
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="tinkex-tests-")
+os.environ.pop("TINKEX_DATA_DIR", None)
+atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 # Runs of tests leave their metrics nowhere but here.
 os.environ["TINKEX_METRICS_DIR"] = tempfile.mkdtemp(prefix="tinkex-test-metrics-")
 

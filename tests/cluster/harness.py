@@ -17,7 +17,8 @@ from tests.faults.program import program_of
 from tests.faults.proxy import Proxy
 from tests.faults.tenant import Board, Patience, Tenant
 
-PROGRAM_WITHIN_S = 240.0
+PROGRAM_WITHIN_S = 600.0
+"""40 steps by each of four tenants, with three faults, took 262 s beside a load of 14 on two cores."""
 PATIENCE = Patience(options={}, answer_within_s=150.0)
 """Clients as they are by default, and calls that may wait for a bucket that is away for a minute."""
 

@@ -137,8 +137,9 @@ def _resumptions(results: list[SeedResult]) -> str:
         counts.update(result.counts)
         for resumption in result.resumptions:
             waits_s.setdefault(resumption.what, []).append(resumption.seconds)
+    width = max(map(len, waits_s), default=0)
     lines = [
-        f"  {kind:28} {len(found):4} times, on again after {statistics.median(found):5.1f} s (median), "
+        f"  {kind:{width}} {len(found):4} times, on again after {statistics.median(found):5.1f} s (median), "
         f"{max(found):5.1f} s at most"
         for kind, found in sorted(waits_s.items())
     ]

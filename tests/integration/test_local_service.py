@@ -1,8 +1,7 @@
-"""`tinkex.local()`: the server is ready when the call returns, and stops when its owner ends, however that happens."""
+"""`tinkex.local(ephemeral=True)`: the server is ready when the call returns, and stops with its owner, in any way."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import os
@@ -19,19 +18,22 @@ import pytest
 import tinkex
 from tinkex import local_service
 from tinkex.errors import ConfigError, MissingExtra
-from tinkex.local_service import LocalServiceClient
+from tinkex.local_service import LocalServiceClient, start
+from tinkex.local_service.ephemeral import PrivateServer
+
+from .processes import is_running, until_ended
 
 pytestmark = pytest.mark.slow
 
 KILLED = """
 import time, tinkex
-service = tinkex.local("tinkex/tiny", threads=1)
+service = tinkex.local("tinkex/tiny", ephemeral=True, threads=1)
 print(service.pid, service._server.folder, flush=True)
 time.sleep(600)
 """
 CRASHED = """
 import tinkex
-service = tinkex.local("tinkex/tiny", threads=1)
+service = tinkex.local("tinkex/tiny", ephemeral=True, threads=1)
 training = service.create_lora_training_client("tinkex/tiny", rank=4)
 print(service.pid, flush=True)
 raise RuntimeError("a mistake of the user's")
@@ -55,23 +57,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalServiceClient]:
-    with tinkex.local("tinkex/tiny", threads=1) as made:
+    with tinkex.local("tinkex/tiny", ephemeral=True, threads=1) as made:
         yield made
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until_ended(pid: int, seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not is_running(pid)
 
 
 def test_it_trains_and_samples(service: LocalServiceClient) -> None:
@@ -107,9 +94,10 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_server(service: LocalServiceC
 def test_closing_it_stops_the_server_and_removes_its_folder_even_after_a_fork(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local_service, "QUIET_S", 0.0)
-    service = tinkex.local("tinkex/tiny", threads=1)
+    monkeypatch.setattr(start, "QUIET_S", 0.0)
+    service = tinkex.local("tinkex/tiny", ephemeral=True, threads=1)
     assert "tinkex.local: starting tinkex/tiny (" in capsys.readouterr().err, "a start that takes a while says so"
+    assert isinstance(service._server, PrivateServer)
     folder, pid = service._server.folder, service.pid
     assert folder.is_dir() and is_running(pid)
     # A child that was forked holds the pipe open too, and must not stop its parent's server.
@@ -131,7 +119,7 @@ def test_closing_it_stops_the_server_and_removes_its_folder_even_after_a_fork(
 
 
 def test_dropping_the_last_client_stops_the_server() -> None:
-    training = tinkex.local("tinkex/tiny", threads=1).create_lora_training_client("tinkex/tiny", rank=4)
+    training = tinkex.local("tinkex/tiny", ephemeral=True, threads=1).create_lora_training_client("tinkex/tiny", rank=4)
     gc.collect()
     assert training.get_info().lora_rank == 4, "the client of a service that was dropped still works"
     port = int(training._session.config.base_url.rpartition(":")[2])
@@ -166,32 +154,22 @@ def _listens(pid: int, port: int) -> bool:
     return any(f"socket:[{inode}]" in links for inode in inodes)
 
 
-def test_data_dir_keeps_runs_and_an_unexpected_end_of_the_server_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def save() -> str:
-        async with tinkex.local("tinkex/tiny", data_dir=tmp_path / "data", threads=1) as service:
-            training = await service.create_lora_training_client_async("tinkex/tiny", rank=4)
-            return (await training.save_state("kept")).path
-
-    path = asyncio.run(save())
-    assert (tmp_path / "data" / "private.key").stat().st_mode & 0o777 == 0o600
-    with tinkex.local("tinkex/tiny", data_dir=tmp_path / "data", threads=1) as service:
-        assert service.create_training_client_from_state(path).get_info().lora_rank == 4
-        with pytest.raises(ConfigError, match=f"pid {service.pid}"):
-            tinkex.local("tinkex/tiny", data_dir=tmp_path / "data", threads=1)
-        with caplog.at_level(logging.ERROR, "tinkex.local"):
-            os.kill(service.pid, signal.SIGKILL)
-            assert service._server._thread.join(30) is None
+def test_an_unexpected_end_of_the_server_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        tinkex.local("tinkex/tiny", ephemeral=True, threads=1) as service,
+        caplog.at_level(logging.ERROR, "tinkex.local"),
+    ):
+        assert isinstance(service._server, PrivateServer)
+        os.kill(service.pid, signal.SIGKILL)
+        assert service._server._thread.join(30) is None
         assert "ended unexpectedly (exit code -9)" in caplog.text
         assert not service._server.folder.exists()
-    assert (tmp_path / "data" / "tinkex.db").is_file()
 
 
 def test_a_failed_start_is_one_error_with_the_servers_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others start servers meanwhile
     with pytest.raises(ConfigError, match=r"(?s)did not start.*\./no/such/model") as failed:
-        tinkex.local("./no/such/model")
+        tinkex.local("./no/such/model", ephemeral=True)
     assert "Traceback" not in str(failed.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -217,11 +195,13 @@ def test_an_exception_stops_the_server_and_exit_is_quick() -> None:
 
 
 def test_settings_are_passed_on_and_those_it_chooses_are_rejected(tmp_path: Path) -> None:
-    config = local_service._resolve(("tinkex/tiny",), tmp_path, None, {"max_rows": 3})
+    config = local_service._private_config(("tinkex/tiny",), tmp_path, {"max_rows": 3})
     assert (config.max_rows, config.port, config.host, config.public_url) == (3, 0, "127.0.0.1", None)
     assert config.database_url == f"sqlite:///{config.data_dir / 'tinkex.db'}"
     with pytest.raises(ConfigError, match=r"chooses api_keys, port itself"):
         tinkex.local("tinkex/tiny", port=1, api_keys=["tml-12345678"])
+    with pytest.raises(ConfigError, match="ephemeral=True keeps nothing"):
+        tinkex.local("tinkex/tiny", ephemeral=True, data_dir=tmp_path)
     with pytest.raises(ConfigError, match="max_rowz"):
         tinkex.local("tinkex/tiny", max_rowz=3)
     with pytest.raises(ConfigError, match="device must be"):

@@ -30,6 +30,8 @@ def _describe_status(error: APIStatusError) -> str:
     if isinstance(body, dict) and isinstance(body.get("error"), dict):  # OpenAI's form
         detail = body["error"].get("message")
     status = f"HTTP {error.status_code}" + (f": {str(detail).rstrip('.')}" if detail else "")
+    if error.status_code == 401 and str(detail).startswith("No API key"):
+        return f"The service needs an API key, and none is set ({status}). Set TINKER_API_KEY."
     if error.status_code == 401:
         return (
             f"The service rejected the API key ({status}). Set TINKER_API_KEY; `tinkex doctor` shows which key is used."

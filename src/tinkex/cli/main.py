@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tinkex.cli.parser import DEFAULTS, build_parser, show_version
+from tinkex.cli.parser import build_parser, parse, show_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,9 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         build_parser(argv).print_help()
         return 0
-    args = build_parser(argv).parse_args(argv)
-    for name, value in DEFAULTS.items():
-        vars(args).setdefault(name, value)
+    args = parse(argv)
     try:
         if args.run is not show_version:
             _set_up_logging(args)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -23,18 +24,21 @@ first steps:
   tinkex chat                  chat with a base model or with an adapter you trained
   tinkex doctor                diagnose the settings and the connection to the service
 
-TINKER_BASE_URL and TINKER_API_KEY select the service and the key; for a service on this machine:
-export TINKER_BASE_URL=http://127.0.0.1:8642. `tinkex COMMAND --help` shows a command's options.
+All of them use the service of `tinkex serve` or tinkex.local() that runs on this machine, unless
+TINKER_BASE_URL and TINKER_API_KEY name another. `tinkex COMMAND --help` shows a command's options.
 """
 
 
 COMMANDS = {
     "demo": ("service", "train a small model on this machine and watch it learn"),
     "serve": ("service", "run a service on this machine"),
+    "ps": ("service", "show the service that runs on this machine"),
+    "stop": ("service", "stop the service on this machine"),
+    "logs": ("service", "show the log of a service in the background"),
     "console": ("commands", "open your service's web console"),
     "chat": ("commands", "chat with a base model or with an adapter you trained"),
     "sample": ("commands", "generate text from a prompt"),
-    "models": ("commands", "list and download base models"),
+    "models": ("commands", "list, download and offer base models"),
     "run": ("commands", "list training runs and watch them"),
     "checkpoint": ("commands", "manage saved weights"),
     "export": ("commands", "convert a checkpoint into files for other programs"),
@@ -50,9 +54,26 @@ MISUSED = 2
 DEFAULTS = {"output": "table", "base_url": None, "api_key": None, "debug": False}
 Run = Callable[[argparse.Namespace], int | None]
 """Runs a command; returns its exit code, or None for success."""
+_INVALID_CHOICE = re.compile(
+    r"argument COMMAND: invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)", re.DOTALL
+)
+CLOSE = 0.6
+"""How alike a misspelt word and the one that was meant are (difflib's own measure and default)."""
 
 
-def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line. A wrong one ends the program with what was probably meant."""
+    parser = build_parser(argv)
+    args, unknown = parser.parse_known_args(argv)
+    used = getattr(args, "used_parser", parser)
+    if unknown:
+        used.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], used.options)}")
+    for name, value in DEFAULTS.items():
+        vars(args).setdefault(name, value)
+    return args
+
+
+def build_parser(argv: Sequence[str]) -> _Parser:
     """Return the parser for a command line. Only the commands named in `argv` get their arguments.
 
     The shared options may come before or after the command.
@@ -113,6 +134,7 @@ class CommandParser:
             parents=[self._local if is_local else self._shared],
         )
         command.hint = hint
+        command.set_defaults(used_parser=command)
         if run is not None:
             command.set_defaults(run=run)
         return command
@@ -148,9 +170,26 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, prog: str | None = None, **options: object) -> None:
         super().__init__(prog, formatter_class=_Formatter, allow_abbrev=False, **options)  # type: ignore[arg-type]
 
+    @property
+    def options(self) -> list[str]:
+        """Return the options that people may write."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return [option for action in shown for option in action.option_strings]
+
     def error(self, message: str) -> NoReturn:
+        if wrong := _INVALID_CHOICE.fullmatch(message):
+            choices = re.findall(r"[\w-]+", wrong["choices"])
+            message = f"there is no command {wrong['word']!r}{_meant(wrong['word'], choices)}"
         lines = [f"{self.prog}: {message}", *([self.hint] if self.hint else []), "", (self.epilog or "").rstrip()]
         self.exit(MISUSED, "\n".join([*lines, f"\n`{self.prog} --help` shows all options.\n"]))
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    """Return a question about the known word that is most like a wrong one; "" if none is like it."""
+    from difflib import get_close_matches  # on an error only: `--help` must be fast
+
+    close = get_close_matches(word.partition("=")[0], known, n=1, cutoff=CLOSE)
+    return f". Did you mean {close[0]}?" if close else ""
 
 
 def show_version(args: argparse.Namespace) -> None:

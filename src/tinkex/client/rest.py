@@ -27,6 +27,7 @@ from tinkex.types import (
     GetSamplerResponse,
     GetSessionResponse,
     ListSessionsResponse,
+    OfferedModel,
     ParsedCheckpointTinkerPath,
     ServiceState,
     SessionSearchRequest,
@@ -61,6 +62,21 @@ class RestClient(RunRecords):
 
     async def list_failed_operations_async(self, limit: int = 50, offset: int = 0) -> FailedOperationsResponse:
         return await self.list_failed_operations(limit, offset)
+
+    def offer_model(self, name: str) -> APIFuture[OfferedModel]:
+        """Offer another base model: a built-in, the path of a folder, or a model in the service's cache. Needs a key of
+        the service's owner; only our service has it."""
+        return self._call("offer_model", endpoints.OFFER_MODEL, body=requests.offer_model(name))
+
+    async def offer_model_async(self, name: str) -> OfferedModel:
+        return await self.offer_model(name)
+
+    def withdraw_model(self, name: str) -> APIFuture[None]:
+        """Offer a base model no longer, and unload it. Fails while something uses it."""
+        return self._call("withdraw_model", endpoints.WITHDRAW_MODEL, base_model=name)
+
+    async def withdraw_model_async(self, name: str) -> None:
+        return await self.withdraw_model(name)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
-"""What both demos share: a permanent folder, a private service that stores its data there, and the saved state.
+"""What both demos share: a folder, the service of this machine, and the saved state.
 
-The service journals every step it accepts, so a demo that was stopped, even by `kill -9`, continues the same run.
+The run is on the home, like those of every other program; the folder has the state and the trained adapter. The
+service journals every step it accepts, so a demo that was stopped, even by `kill -9`, continues the same run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tinkex.types import RunStep
 NEEDED_BYTES = 1_500_000_000
 """The model as downloaded and as unpacked, and the demo's own data."""
 CATCH_UP_S = 120.0
-STATE, SERVICE, ADAPTER = "demo.json", "service", "adapter"
+STATE, ADAPTER = "demo.json", "adapter"
 NAME = "demo"
 """The name of the saved checkpoints."""
 
@@ -50,9 +51,18 @@ class Stage:
     """A demo's folder, service and state. `command` is what the user typed, for messages about what to type next."""
 
     def __init__(
-        self, folder: Path, model: str, seed: int, steps: int, *, is_fresh: bool = False, command: str = "tinkex demo"
+        self,
+        folder: Path,
+        model: str,
+        seed: int,
+        steps: int,
+        *,
+        data_dir: Path | None = None,
+        is_fresh: bool = False,
+        command: str = "tinkex demo",
     ) -> None:
-        self.folder, self.command = folder, command
+        """`data_dir`: another home than the one that all programs share."""
+        self.folder, self.data_dir, self.command = folder, data_dir, command
         self.state = DemoState(model=model, seed=seed, steps=steps)
         self.began = REAL.now()
         before = None if is_fresh else self._read()
@@ -81,7 +91,7 @@ class Stage:
 
     @contextmanager
     def service(self) -> Iterator[LocalServiceClient]:
-        """Run a private service with its data in this folder, until the block ends."""
+        """Use the service of this machine, which is started if none runs, until the block ends."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
@@ -94,8 +104,7 @@ class Stage:
                 f"{self.folder} has {size(free)} left and the demo needs {size(NEEDED_BYTES)}. "
                 "Free some space, or name a folder on another disk with --folder."
             )
-        # No need to drain at the end: everything that was accepted is in the journal.
-        with local(self.state.model, data_dir=self.folder / SERVICE, drain_s=0) as service:
+        with local(self.state.model, data_dir=self.data_dir) as service:
             yield service
 
     def training(self, service: LocalServiceClient, rank: int) -> tuple[TrainingClient, int, bool]:
@@ -152,7 +161,8 @@ class Stage:
         return path
 
     def print_next_steps(self, path: str) -> None:
-        adapter, data = _shown(self.folder / ADAPTER), self.folder / SERVICE
+        adapter = _shown(self.folder / ADAPTER)
+        data = "" if self.data_dir is None else f', data_dir="{_shown(self.data_dir)}"'
         say(f"\nDone in {duration(REAL.now() - self.began)}. What you can do now:")
         say(f"  use the adapter    {adapter}  (PEFT files)")
         say(f"  merge it           tinkex export {adapter} --out my-model --merge")
@@ -161,7 +171,7 @@ class Stage:
         say(
             textwrap.indent(
                 f'import tinkex\n\npath = "{path}"\n'
-                f'with tinkex.local("{self.state.model}", data_dir="{_shown(data)}") as service:\n'
+                f'with tinkex.local("{self.state.model}"{data}) as service:\n'
                 "    sampler = service.create_sampling_client(model_path=path)",
                 " " * 6,
             )

@@ -11,6 +11,8 @@ A command is a `Frame` whose head has an `op`:
     optim_step        adapter learning_rate beta1 beta2 eps weight_decay grad_clip_norm  → metrics
     save              adapter base folder with_optimizer proof?                          → files, size_bytes
     load              adapter folder with_optimizer   replaces weights, clears gradient  → {}
+    load_model        model (a ModelInfo)             a base model that is not loaded     → size_bytes, lora_sizes
+    unload_model      base                            fails if anything uses it          → {}
     sample            base weights(folder or null) … see `SampleSpec`                    → events, then the result
     cancel            number                    a sample whose result is not wanted      (no reply)
 
@@ -60,10 +62,18 @@ class ModelInfo:
     """The width of its layers, which bounds the rank of an adapter."""
     end_tokens: tuple[int, ...] = ()
     """Tokens that end a sequence unless the request names its own."""
+    parameters: int = 0
+    """How many numbers its weights are, as its files say; 0 if they do not."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+
+def model_info(fields: Mapping[str, Any]) -> ModelInfo:
+    """Read a `ModelInfo` from JSON, which has lists where it has tuples."""
+    tuples = {name: tuple(fields[name]) for name in ("aliases", "end_tokens")}
+    return ModelInfo(**{**fields, **tuples})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +292,8 @@ class EngineState:
     rss_bytes: int = 0
     lora_sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Base model → group of layers (`train_attn`, …) → numbers of an adapter of rank 1 there. Empty until known."""
+    models: Mapping[str, int] | None = None
+    """Base models that are loaded, or will be once the engine is ready → their bytes. None: all, and they stay."""
     silent_s: float = 0.0
     """How long a ready engine has sent nothing, not even a beat."""
     extras: Mapping[str, Any] = field(default_factory=dict)

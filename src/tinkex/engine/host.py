@@ -31,6 +31,7 @@ from tinkex.engine.contract import (
     ProofMissing,
     SampleEvent,
     SampleSpec,
+    model_info,
     read_event,
     sample_frame,
 )
@@ -89,10 +90,13 @@ class LocalEngine:
         `devices`: over how many it spreads each model, with a process for each (`engine.gang`). `gang_wait_s`: how long
         one of these processes waits for another.
         """
+        self._models = {model.name: model for model in models}
+        """Base models of the engine, and of the next one if it dies."""
+        self._model_bytes: dict[str, int] = {}
+        self._keeps_models = devices > 1
         self._start_frame = Frame(
             {
                 "op": "start",
-                "models": [asdict(model) for model in models],
                 "device": device,
                 "dtype": dtype,
                 "threads": threads,
@@ -112,7 +116,7 @@ class LocalEngine:
         self._supervisor: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         """Set while it is certain whether commands are taken: the engine is ready, or has failed, or is closed."""
-        self._is_ready = False
+        self._is_ready = self._was_ready = False
         self._ready_at_s: float | None = None
         self._generation = 1
         """Grows as soon as a child has ended: its adapters are lost before the next child is there."""
@@ -131,6 +135,7 @@ class LocalEngine:
             pid=self._child.pid if self._child is not None else 0,
             rss_bytes=int(self._stats.get("rss_bytes", 0)),
             lora_sizes=self._lora_sizes,
+            models=None if self._keeps_models else {name: self._model_bytes.get(name, 0) for name in self._models},
             silent_s=self._clock.now() - self._child.heard_s if self._child is not None and self._is_ready else 0.0,
             extras={name: value for name, value in self._stats.items() if name != "rss_bytes"},
         )
@@ -156,9 +161,21 @@ class LocalEngine:
         number, replies = child.request(command, tenant)
         try:
             await child.drain()
-            return _checked(await replies.get())
+            reply = _checked(await replies.get())
         finally:
             child.waiting.pop(number)
+        if isinstance(command, Frame):
+            self._note_models(command.head, reply.head)
+        return reply
+
+    def _note_models(self, command: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
+        """Remember what `load_model` and `unload_model` have done: after a crash the next engine loads the same."""
+        if command.get("op") == "load_model":
+            model = model_info(command["model"])
+            self._models[model.name], self._model_bytes[model.name] = model, reply["size_bytes"]
+            self._lora_sizes = {**self._lora_sizes, model.name: reply["lora_sizes"]}
+        elif command.get("op") == "unload_model":
+            self._models.pop(command["base"], None)
 
     async def sample(self, spec: SampleSpec) -> AsyncIterator[SampleEvent]:
         """Waits for the engine while it starts: a sample needs nothing that an earlier child had in memory."""
@@ -199,17 +216,16 @@ class LocalEngine:
         short of memory, may have taken it for another. Not for ever: a model that is too large is killed every time.
         """
         deaths = first_starts = 0
-        was_ready = False
         while not self._is_closed:
             self._ready_at_s = None
             reason, was_killed = await self._run_child()
             if self._is_closed:
                 return
             if self._ready_at_s is not None:
-                was_ready = True
+                self._was_ready = True
                 deaths = 0 if self._clock.now() - self._ready_at_s >= STEADY_AFTER_S else deaths
             first_starts += 1
-            if not was_ready and (not was_killed or first_starts == MOST_FIRST_STARTS):
+            if not self._was_ready and (not was_killed or first_starts == MOST_FIRST_STARTS):
                 self._failure = f"The engine could not start: it {reason}."
                 self._settled.set()
                 return
@@ -230,7 +246,8 @@ class LocalEngine:
         logs = asyncio.create_task(child.forward_logs())
         watchdog = asyncio.create_task(self._kill_unless_ready(child))
         try:
-            child.send(0, Frame({**self._start_frame.head, "lifeline": child.lifeline}))
+            models = {"models": [asdict(model) for model in self._models.values()], "is_restart": self._was_ready}
+            child.send(0, Frame({**self._start_frame.head, **models, "lifeline": child.lifeline}))
             await child.read(self._on_event)
         except Exception as error:  # an edge: no bytes of a child may end the supervisor, which all others wait for
             child.kill(f"sent what is not a packet ({str(error) or type(error).__name__})")
@@ -263,7 +280,10 @@ class LocalEngine:
                 self._child.exit_reason = f"failed while {self._reason}: {event['error'].rstrip('.')}"
             case "ready" if not self._is_closed:
                 self._is_ready, self._ready_at_s = True, self._clock.now()
-                self._lora_sizes = event.get("lora_sizes", {})
+                self._lora_sizes = {**self._lora_sizes, **event.get("lora_sizes", {})}
+                if "models" in event:  # after a crash some may be gone
+                    self._model_bytes = event["models"]
+                    self._models = {name: model for name, model in self._models.items() if name in event["models"]}
                 self._settled.set()
             case "stats":
                 self._stats = {name: value for name, value in event.items() if name != "news"}

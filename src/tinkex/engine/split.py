@@ -50,7 +50,8 @@ class SplitEngine:
     @property
     def state(self) -> EngineState:
         state = self._trainer.state
-        return replace(state, extras={**state.extras, "samplers": {n: s.state for n, s in self._samplers.items()}})
+        samplers = {name: sampler.state for name, sampler in self._samplers.items()}
+        return replace(state, models=None, extras={**state.extras, "samplers": samplers})
 
     async def start(self) -> None:
         await asyncio.gather(self._trainer.start(), *(sampler.start() for sampler in self._samplers.values()))

@@ -22,6 +22,7 @@ from tinkex.engine.contract import Engine, ModelInfo
 from tinkex.engine.host import LocalEngine
 from tinkex.engine.models.registry import resolve
 from tinkex.errors import ConfigError, TinkexError
+from tinkex.home.lock import FileLock
 from tinkex.server.app import make_app
 from tinkex.server.http import links
 from tinkex.server.http.access import AccessControl
@@ -37,8 +38,10 @@ from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
+from tinkex.server.upkeep.base_models import first_models, fixed_reason
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
+from tinkex.server.upkeep.home import SharedHome, home_of
 from tinkex.server.upkeep.janitor import Janitor
 from tinkex.server.upkeep.machine import adapter_budget, return_large_blocks
 from tinkex.server.upkeep.permissions import make_private
@@ -49,7 +52,6 @@ from tinkex.store.blobs.bucket import Bucket
 from tinkex.store.disk import is_full
 from tinkex.store.errors import DatabaseAway, LeaseLost
 from tinkex.store.lease import Lease
-from tinkex.store.lock import FileLock
 from tinkex.store.store import Store
 
 if TYPE_CHECKING:
@@ -87,8 +89,17 @@ OnReady = Callable[[bool, str], None]
 """Is told whether clients need a key, and the address."""
 
 
-def serve(config: ServeConfig, *, on_ready: OnReady | None = None, progress: Progress | None = None) -> int:
-    """Run until SIGTERM or SIGINT, then finish the work in progress. Raises ConfigError if it cannot start."""
+def serve(
+    config: ServeConfig,
+    *,
+    on_ready: OnReady | None = None,
+    progress: Progress | None = None,
+    detached_s: float | None = None,
+) -> int:
+    """Run until SIGTERM or SIGINT, then finish the work in progress. Raises ConfigError if it cannot start.
+
+    `detached_s`: it runs in the background, and ends so many seconds after its last user left (0: it stays).
+    """
     with suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.enable()  # if the interpreter itself crashes, the log says where
     return_large_blocks()
@@ -98,21 +109,40 @@ def serve(config: ServeConfig, *, on_ready: OnReady | None = None, progress: Pro
     with listening(config) as sock, sparse_log():
         make_private(config)
         address = address_of(config, sock)
-        with _data_lock(config, address):
+        with _data_lock(config, address), home_of(config, sock, detached_s) as home:
             store = _open_store(config)
             try:
                 _prepare_for_full_disk(config, store)
                 has_stored_keys = store.has_keys()
                 check_keys(config, has_stored_keys=has_stored_keys)
-                needs_key = has_stored_keys or bool(config.api_keys)
+                needs_key = has_stored_keys or bool(config.api_keys) or (home is not None and home.is_private)
                 names = () if config.no_engine else config.base_models
                 with nullcontext() if config.is_clustered else store.lease(address, config.data_dir) as lease:
+                    if home is not None:
+                        home.adopt_runs(store)
                     models = [resolve(name, config.cache_dir, progress=progress) for name in names]
-                    ready = on_ready and partial(on_ready, needs_key)
-                    asyncio.run(_run(config, models, store, lease, sock, tls, ready))
+                    models += _offered_before(config, store, models)
+                    ready = partial(_tell_ready, needs_key, home, on_ready)
+                    asyncio.run(_run(config, models, store, lease, sock, tls, home, ready))
             finally:
                 store.close()
     return 0
+
+
+def _offered_before(config: ServeConfig, store: Store, named: list[ModelInfo]) -> Iterator[ModelInfo]:
+    """Yield the base models that the owner offered while an earlier server ran, as far as they are still there."""
+    if fixed_reason(config) is not None:
+        return
+    taken = {name for model in named for name in model.names}
+    for name, source in store.offered_models():
+        try:
+            model = resolve(source, config.cache_dir, may_download=False)
+        except ConfigError as error:
+            logger.warning("base model %s, which was offered before, is not offered now: %s", name, error)
+            continue
+        if not taken & set(model.names):
+            taken |= set(model.names)
+            yield model
 
 
 def _data_lock(config: ServeConfig, address: str) -> AbstractContextManager[object]:
@@ -188,8 +218,16 @@ def listening(config: ServeConfig) -> Iterator[socket.socket]:
         yield sock
 
 
-def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: Engine, clock: Clock = REAL) -> Service:
+def build(
+    config: ServeConfig,
+    models: list[ModelInfo],
+    store: Store,
+    engine: Engine,
+    clock: Clock = REAL,
+    home: SharedHome | None = None,
+) -> Service:
     """Build the parts of a service. Nothing runs yet."""
+    owner_key, is_private = (None, False) if home is None else (home.key, home.is_private)
     db, metrics, waiters, catalog = Db(store.interrupt), Metrics(), Waiters(), Catalog(models)
     ledger = Ledger(config, clock, metrics.limit_rejection)
     quotas = Quotas(config, ledger, store, db)
@@ -201,11 +239,13 @@ def build(config: ServeConfig, models: list[ModelInfo], store: Store, engine: En
         db=db,
         engine=engine,
         catalog=catalog,
-        access=AccessControl(config, store, db, clock),
+        access=AccessControl(config, store, db, clock, owner_key=owner_key, is_private=is_private),
         intake=Intake(clock, store, db, worker, ledger, quotas),
         worker=worker,
         waiters=waiters,
-        sampling=Sampling(config, clock, store, db, engine, catalog, metrics, ledger, worker.memory.relieve),
+        sampling=Sampling(
+            config, clock, store, db, engine, catalog, metrics, ledger, worker.models, worker.memory.relieve
+        ),
         tokenizers=Tokenizers(catalog),
         metrics=metrics,
         ledger=ledger,
@@ -262,11 +302,13 @@ async def _run(
     lease: Lease | None,
     sock: socket.socket,
     tls: Tls | None,
-    on_ready: Callable[[str], None] | None,
+    home: SharedHome | None,
+    ready: Callable[[str], None],
 ) -> None:
-    engine = _engine_of_front() if config.no_engine else _with_samplers(config, models, engine_for(config, models))
+    first = first_models(config, models)
+    engine = _engine_of_front() if config.no_engine else _with_samplers(config, models, engine_for(config, first))
     starting = asyncio.create_task(engine.start())
-    service = build(config, models, store, engine)
+    service = build(config, models, store, engine, home=home)
     member = _member_of(service)
     inner = () if member is None else (member.middleware,)
     server = _Server(make_app(service, *inner), service.ledger, config.max_connections, tls)
@@ -282,23 +324,21 @@ async def _run(
         await _resume(service)
         if member is not None:
             await member.join()
-        tasks += map(asyncio.create_task, _background(service, member))
+        tasks += map(asyncio.create_task, _background(service, member, home))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait([starting, stopped, serving], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
             _keep_interpreter_for_loop()
-            if on_ready is not None:
-                on_ready(address_of(config, sock))
+            ready(address_of(config, sock))
             await asyncio.wait([stopped, serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
                     task.result()  # it should run until cancelled: raise why it ended
         if lease is not None and lease.is_lost:
             raise LeaseLost
-        logger.info("stopping: finishing the work in progress; queued operations stay in the journal")
-        await asyncio.gather(service.worker.drain(config.drain_s), service.sampling.drain(config.drain_s))
+        await _drain(service, home)
     finally:
         watchdog.stop()
         service.waiters.wake_all()
@@ -316,6 +356,21 @@ async def _run(
         service.db.close()
 
 
+def _tell_ready(needs_key: bool, home: SharedHome | None, on_ready: OnReady | None, address: str) -> None:
+    if home is not None:
+        home.announce(needs_key=needs_key)
+    if on_ready is not None:
+        on_ready(needs_key, address)
+
+
+async def _drain(service: Service, home: SharedHome | None) -> None:
+    if home is not None:
+        home.retract()
+    logger.info("stopping: finishing the work in progress; queued operations stay in the journal")
+    drain_s = service.config.drain_s
+    await asyncio.gather(service.worker.drain(drain_s), service.sampling.drain(drain_s))
+
+
 def _member_of(service: Service) -> ClusterMember | None:
     """Return what makes the service one of several, if it is."""
     if not service.config.is_clustered:
@@ -325,9 +380,13 @@ def _member_of(service: Service) -> ClusterMember | None:
     return ClusterMember(service)
 
 
-def _background(service: Service, member: ClusterMember | None) -> Iterator[Coroutine[Any, Any, None]]:
-    """Yield what runs as long as the service does."""
+def _background(
+    service: Service, member: ClusterMember | None, home: SharedHome | None
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield what runs as long as the service does. The service stops when one of them ends."""
     yield service.worker.run()
+    if home is not None and home.ends_unused:
+        yield home.until_unused(lambda: service.access.last_request_at)
     if member is not None:
         yield member.run()
     if not service.config.no_engine:

@@ -64,6 +64,8 @@ class Service:
     ledger: Ledger
     quotas: Quotas
     readiness: Readiness = field(default_factory=Readiness)
+    offering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the offered base models change."""
     importing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine loads an imported adapter to see whether it can be used: one at a time."""
     writing: TenantTurns = field(default_factory=TenantTurns)

@@ -4,6 +4,7 @@ Others import this package only:
     client    resolves what a client needs (`Config`, table `CLIENT`)
     serve     resolves what a service needs (`ServeConfig`, table `SERVE`)
     limits    every limit that a service enforces (`LIMITS`, part of `SERVE`)
+    home      finds the data folder that programs share, and the service on it
     setting   one row of such a table, and how values are gathered and read
     folders   where files are on this machine
 
@@ -26,6 +27,10 @@ from tinkex.settings.client import normalise_url as normalise_url
 from tinkex.settings.client import proxy_for as proxy_for
 from tinkex.settings.client import resolve as resolve
 from tinkex.settings.client import sources as sources
+from tinkex.settings.home import client_arguments as client_arguments
+from tinkex.settings.home import home as home
+from tinkex.settings.home import service_of_home as service_of_home
+from tinkex.settings.home import shown_settings as shown_settings
 from tinkex.settings.limits import LIMITS as LIMITS
 from tinkex.settings.limits import Limit as Limit
 from tinkex.settings.serve import KEY_PREFIX as KEY_PREFIX

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.errors import ConfigError
-from tinkex.settings.folders import cache_dir, data_dir
+from tinkex.settings.folders import cache_dir, data_dir, home_folder
 from tinkex.settings.setting import Setting, Sourced, as_float, check_names, count, gather, unchanged
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
@@ -76,7 +76,7 @@ def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Confi
     command = merged.pop("credential_cmd", None)
     merged.setdefault("base_url", DEFAULT_BASE_URL)
     if not merged.get("api_key"):
-        merged["api_key"] = _key_from(command) or _stored_key() or _keyless(merged["base_url"])
+        merged["api_key"] = _key_from(command) or _stored_key() or _keyless(merged["base_url"], environ)
     merged.setdefault("cache_dir", str(cache_dir(environ)))
     merged.setdefault("metrics_dir", str(data_dir(environ) / "metrics"))
     return Config(**merged)
@@ -229,13 +229,18 @@ def _stored_key() -> str:
         return ""
 
 
-def _keyless(base_url: str) -> str:
+def _keyless(base_url: str, environ: Mapping[str, str]) -> str:
     if is_loopback(base_url):
         return KEYLESS
-    raise ConfigError(
-        "No API key. Pass api_key=..., or set TINKER_API_KEY. A service on this machine "
-        "(base_url=http://127.0.0.1:...) needs none."
+    from tinkex.home.running import running_service
+
+    service = running_service(home_folder(environ))
+    here = (
+        "To train on this machine instead, use tinkex.local()."
+        if service is None
+        else f"To use the service that runs on this machine, at {service.url}: tinkex.local() joins it."
     )
+    raise ConfigError(f"No API key. Pass api_key=..., or set TINKER_API_KEY. {here}")
 
 
 # -- how values are read ----------------------------------------------------------------------------------------------

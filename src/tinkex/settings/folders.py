@@ -32,6 +32,12 @@ def data_dir(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tinkex"
 
 
+def home_folder(environ: Mapping[str, str]) -> Path:
+    """The data folder that programs of a user share: that of `tinkex serve`, as environment and file say."""
+    named = environ.get("TINKEX_DATA_DIR", "").strip() or config_table(environ, "serve").get("data_dir")
+    return Path(str(named)).expanduser().absolute() if named else data_dir(environ)
+
+
 def config_file(environ: Mapping[str, str]) -> Path:
     named = environ.get("TINKEX_CONFIG")
     return Path(named) if named else config_dir(environ) / "tinkex.toml"

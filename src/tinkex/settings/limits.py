@@ -174,6 +174,12 @@ LIMITS = (
         "request", 400, "adapter_too_large", "Use a lower rank, or train fewer layers.",
     ),
     Limit(
+        Setting("base_model_memory_mb", optional(count(1)), "Megabytes of base models in the engine, with the copy of "
+                "the weights that sampling on a CPU makes. Beyond it, the model that was not used for longest leaves "
+                "memory. Not set: half of the machine's, and at least what is loaded at the start.", "MB"),
+        "request", 400, "base_model_too_large", "Allow more, or offer a smaller model.",
+    ),
+    Limit(
         Setting("quota_gb", optional(number("gigabytes", 0.001)), "Gigabytes that the checkpoints of all tenants may "
                 "take; a tenant with less than an even share may still save. Not set: what the disk holds.", "GB"),
         "service", 400, "quota_exceeded", "Delete checkpoints that are not needed, and give others a time to live.",

@@ -52,6 +52,7 @@ class ServeConfig:
     """Everything a service needs to know, settled once and passed down. What each is for: `SERVE`."""
 
     base_models: tuple[str, ...] = ("smollm2-135m",)
+    load_models: Literal["start", "first-use"] = "start"
     host: str = "127.0.0.1"
     port: int = 8642
     public_url: str | None = None
@@ -126,6 +127,7 @@ class ServeConfig:
     max_samplers: int = 10_000
     max_uploads: int = 4
     adapter_memory_mb: int | None = None
+    base_model_memory_mb: int | None = None
     quota_gb: float | None = None
     tenant_quota_gb: float | None = None
 
@@ -385,11 +387,10 @@ def _bucket(given: Any) -> str:
 _seconds = number("seconds")
 
 SERVE = (
-    Setting(
-        "base_models", names,
-        "A model to serve: a hub name, a folder, or a built-in (`smollm2-135m`, `tinkex/tiny`). Clients can use these "
-        "and no others.", "NAME", "base_model",
-    ),
+    Setting("base_models", names, "A model to serve: a hub name, a folder, or a built-in (`smollm2-135m`, "
+            "`tinkex/tiny`). Clients can use what is offered, and nothing else.", "NAME", "base_model"),
+    Setting("load_models", one_of("start", "first-use"), "When the engine loads the models that are named: at its "
+            "`start`, as far as there is memory, or at the `first-use` of each.", "WHEN"),
     Setting("host", _host, "The address to listen on. Beyond this machine (0.0.0.0) keys are required.", "HOST"),
     Setting("port", count(0, 65535), "The port to listen on; 0 takes any that is free.", "PORT"),
     Setting("public_url", optional(_url), "How clients reach the service if a proxy stands in front, path included.",

@@ -40,6 +40,11 @@ class Setting(NamedTuple):
         return f"TINKEX_{self.key.upper()}" if self.environment is None else self.environment
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it takes, if it takes no others."""
+        return self.read.choices if isinstance(self.read, OneOf) else ()
+
+    @property
     def key(self) -> str:
         """The name in the file."""
         return self.word or self.name
@@ -134,13 +139,20 @@ def names(raw: Any) -> tuple[str, ...]:
     return distinct
 
 
-def one_of(*choices: str) -> Callable[[Any], str]:
-    def read(raw: Any) -> str:
-        if not isinstance(raw, str) or raw.strip().lower() not in choices:
-            raise ValueError(f"{', '.join(choices[:-1])} or {choices[-1]}")
+class OneOf:
+    """Reads one of several words."""
+
+    def __init__(self, choices: tuple[str, ...]) -> None:
+        self.choices = choices
+
+    def __call__(self, raw: Any) -> str:
+        if not isinstance(raw, str) or raw.strip().lower() not in self.choices:
+            raise ValueError(f"{', '.join(self.choices[:-1])} or {self.choices[-1]}")
         return raw.strip().lower()
 
-    return read
+
+def one_of(*choices: str) -> OneOf:
+    return OneOf(choices)
 
 
 def count(least: int, most: int | None = None) -> Callable[[Any], int]:

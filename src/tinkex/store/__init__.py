@@ -8,7 +8,6 @@ Others import:
     errors             DiskFull, Duplicate, HomeLost, LeaseLost, Unavailable
     disk               files that reach the disk, and what a full disk says
     access             new API keys and their hashes
-    lock.FileLock      one server per data folder
     lease.Lease        one server per database
     backup.back_up     a copy of all data while the service runs
 """

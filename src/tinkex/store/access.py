@@ -1,4 +1,4 @@
-"""The store of API keys, of the audit log, and of responses that are remembered under idempotency keys.
+"""The store of API keys, of the audit log, of offered base models, and of remembered responses.
 
 Only hashes of keys are stored.
 """
@@ -10,12 +10,12 @@ import secrets
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Select, exists, insert, select, update
+from sqlalchemy import Select, delete, exists, insert, select, update
 
 from tinkex.errors import ValidationError
 from tinkex.store.database import Database, as_record, bounded, values_of
 from tinkex.store.records import AuditEntry, KeyRecord
-from tinkex.store.tables import audit, keys, remembered_responses
+from tinkex.store.tables import audit, keys, offered_models, remembered_responses
 
 PREFIX = "tml-"
 """Official clients reject a key without this prefix."""
@@ -71,6 +71,21 @@ class AccessStore(Database):
         if before is not None:
             query = query.where(audit.c.at < before)
         return self._all(AuditEntry, query.order_by(audit.c.at.desc(), audit.c.id.desc()).limit(bounded(limit)))
+
+    def offer_model(self, name: str, source: str, at: float) -> None:
+        """Remember that a base model is offered, and where it is."""
+        with self._write() as connection:
+            connection.execute(delete(offered_models).where(offered_models.c.name == name))
+            connection.execute(insert(offered_models), {"name": name, "source": source, "at": at})
+
+    def withdraw_model(self, name: str) -> None:
+        self._run_write(delete(offered_models).where(offered_models.c.name == name), {})
+
+    def offered_models(self) -> list[tuple[str, str]]:
+        """Return the names and the sources of the base models that were offered, the oldest first."""
+        with self._read() as connection:
+            query = select(offered_models.c.name, offered_models.c.source).order_by(offered_models.c.at)
+            return [(name, source) for name, source in connection.execute(query)]
 
     def remember(self, tenant: str, key: str, response: bytes, at: float) -> bytes:
         """Store a response under an idempotency key unless there is one, and return the stored one."""

@@ -24,12 +24,6 @@ _GET_PAYLOAD = select(payloads.c.content, payloads.c.file).where(
     payloads.c.request_id == bindparam("id"), payloads.c.part == bindparam("part_name")
 )
 _MARK_REQUEST = update(runs).where(runs.c.id == bindparam("run")).values(last_request_at=bindparam("at"))
-_PASSES_OF_STEP = select(operations).where(
-    operations.c.run_id == bindparam("run"),
-    operations.c.seq_id <= bindparam("last"),
-    operations.c.seq_id > bindparam("before"),
-    operations.c.state == "done",
-)
 _STEP_BEFORE = (
     select(operations.c.seq_id)
     .where(
@@ -40,6 +34,12 @@ _STEP_BEFORE = (
     )
     .order_by(operations.c.seq_id.desc())
     .limit(1)
+)
+_PARTS_OF_STEP = select(operations).where(
+    operations.c.run_id == bindparam("run"),
+    operations.c.seq_id <= bindparam("last"),
+    operations.c.seq_id > func.coalesce(_STEP_BEFORE.scalar_subquery().correlate(None), -1),
+    operations.c.state == "done",
 )
 _COUNT_STEP = (
     update(runs)
@@ -385,9 +385,7 @@ def existing_operation(connection: Connection, operation: OperationRecord) -> Op
 
 
 def _count_step(connection: Connection, step: EndedStep) -> None:
-    place = {"run": step.run_id, "last": step.seq_id}
-    before = connection.scalar(_STEP_BEFORE, place)
-    rows = connection.execute(_PASSES_OF_STEP, {**place, "before": -1 if before is None else before})
+    rows = connection.execute(_PARTS_OF_STEP, {"run": step.run_id, "last": step.seq_id})
     parts = sorted((as_record(OperationRecord, row) for row in rows), key=lambda row: row.seq_id)
     connection.execute(_COUNT_STEP, {"run": step.run_id, "new_loss": step.loss_of(parts)})
 

@@ -34,8 +34,8 @@ from sqlalchemy.exc import DBAPIError
 
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError
+from tinkex.home.lock import FileLock, Locked
 from tinkex.store.errors import LeaseLost
-from tinkex.store.lock import FileLock, Locked
 from tinkex.store.tables import homes, lease, nodes
 
 logger = logging.getLogger("tinkex.store")

@@ -90,7 +90,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     separate_tokens_from_cost,
     *4 * (add_missing,),
     name_runs,
-    *2 * (add_missing,),
+    *3 * (add_missing,),
 )
 """Migration n is at index n - 1. One that only adds is `add_missing` again; one that also fills in values calls it."""
 

@@ -125,6 +125,23 @@ class RunStore(Journal):
         with self._read() as connection:
             return _dependents(connection, run_id)
 
+    def delete_ended_operations(self, run_id: str, most: int, home: Home | None = None) -> int:
+        """Delete the oldest operations of a run that is to be deleted, and return how many: a whole journal may be so
+        long that others would wait for seconds. The run must be unloaded: it cannot be rebuilt any more."""
+        return self._use_reserve(lambda: self._delete_ended_operations(run_id, most, home))
+
+    def _delete_ended_operations(self, run_id: str, most: int, home: Home | None) -> int:
+        ended = (operations.c.run_id == run_id, operations.c.state != "queued")
+        oldest = select(operations.c.request_id).where(*ended).order_by(operations.c.seq_id).limit(most)
+        with self._write() as connection:
+            self._check_home(connection, run_id, home)
+            ids = connection.scalars(oldest).all()
+            journal = delete(payloads).where(payloads.c.request_id.in_(ids)).returning(payloads.c.file)
+            files = connection.scalars(journal).all()
+            connection.execute(delete(operations).where(operations.c.request_id.in_(ids)))
+        self._payloads.remove(files)
+        return len(ids)
+
     def delete_run(self, run_id: str, entry: AuditEntry, home: Home | None = None) -> DeletedRun:
         """Delete a run with its journal, its checkpoints and the samplers of them. Works on a full disk too.
 
@@ -220,7 +237,9 @@ def _begins(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
 
 
 def _dependents(connection: Connection, run_id: str) -> DeletedRun:
-    query = select(checkpoints).where(checkpoints.c.run_id == run_id).order_by(checkpoints.c.created_at)
+    query = (
+        select(checkpoints).where(checkpoints.c.run_id == run_id).order_by(checkpoints.c.created_at, checkpoints.c.path)
+    )
     saved = [as_record(CheckpointRecord, row) for row in connection.execute(query)]
     in_run = or_(_begins(samplers.c.model_path, f"tinker://{run_id}/"), _begins(samplers.c.folder, _folder(run_id)))
     found = [as_record(SamplerRecord, row) for row in connection.execute(_samplers_of(run_id).where(in_run))]

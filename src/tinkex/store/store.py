@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 from sqlalchemy.exc import DatabaseError
 
 from tinkex.errors import ConfigError
@@ -30,7 +30,17 @@ from tinkex.store.run_records import RunStore
 from tinkex.store.runs.logged_store import LoggedStore
 from tinkex.store.runs.long_runs import LongRunStore
 from tinkex.store.sessions import SessionStore, insert_session
-from tinkex.store.tables import payloads, remembered_responses, runs, secrets
+from tinkex.store.tables import (
+    audit,
+    checkpoints,
+    operations,
+    payloads,
+    remembered_responses,
+    runs,
+    samplers,
+    secrets,
+    sessions,
+)
 
 
 class Freed(NamedTuple):
@@ -177,6 +187,17 @@ class Store(SessionStore, RunStore, LongRunStore, CheckpointStore, AccessStore, 
         with self._write() as connection:
             connection.execute(self._insert_new(secrets), {"name": name, "content": proposed})
             return str(connection.scalar(select(secrets.c.content).where(secrets.c.name == name)))
+
+    def move_tenant(self, former: str, tenant: str) -> int:
+        """Give all that a tenant has to another one. Returns how many runs that are."""
+        with self._write() as connection:
+            if connection.scalar(select(sessions.c.id).where(sessions.c.tenant == former).limit(1)) is None:
+                return 0
+            moved = 0
+            for table in (sessions, runs, operations, samplers, checkpoints, audit, remembered_responses):
+                done = connection.execute(update(table).where(table.c.tenant == former).values(tenant=tenant))
+                moved += done.rowcount if table is runs else 0
+            return moved
 
     def sweep(self) -> int:
         """Remove payload files that no row refers to (a crash leaves some); returns how many. Needs the data lock."""

@@ -246,6 +246,15 @@ secrets = Table(
 )
 """What all servers of a cluster have to know and nobody else. Version 6 added it."""
 
+offered_models = Table(
+    "offered_models",
+    metadata,
+    Column("name", SafeText, primary_key=True),
+    Column("source", SafeText, nullable=False),  # a name as for --base-model, or the path of a folder
+    Column("at", Double, nullable=False),
+)
+"""Base models that the owner offered while the service ran. Version 11 added it."""
+
 remembered_responses = Table(
     "answers",
     metadata,

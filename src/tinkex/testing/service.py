@@ -171,7 +171,7 @@ def find(method: str, path: str) -> tuple[str, dict[str, str]]:
 def _pattern(path: str) -> re.Pattern[str]:
     # Ids that consist of segments: weights/0001, organisation/model.
     path = re.sub(r"\{checkpoint_id\}", r"(?P<checkpoint_id>[^/]+/[^/]+)", path)
-    path = re.sub(r"\{tokenizer\}", r"(?P<tokenizer>.+)", path)
+    path = re.sub(r"\{(tokenizer|base_model)\}", r"(?P<\1>.+)", path)
     return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
 
 

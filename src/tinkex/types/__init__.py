@@ -46,8 +46,8 @@ _MODULES = {
         ModelInputChunk PromptProvenanceSpan ProvenanceSpans SampledProvenanceSpan
     """,
     "insight": """
-        FailedOperation FailedOperationsResponse LogMetricsResponse QueuedOperation RunMetrics RunMetricsResponse
-        RunSample RunSamplesResponse RunStep RunStepsResponse ServerNode ServiceState
+        FailedOperation FailedOperationsResponse LogMetricsResponse OfferedModel QueuedOperation RunMetrics
+        RunMetricsResponse RunSample RunSamplesResponse RunStep RunStepsResponse ServerNode ServiceState
     """,
     "sampling": """
         PromptAltTokens SampleRequest SampleResponse SampledSequence SamplingParams StopReason TopkLogprobs

@@ -111,6 +111,22 @@ class QueuedOperation(Value):
     reason: str = ""
 
 
+class OfferedModel(Value):
+    """A base model that the service offers. It is loaded at its first use, and leaves when another needs its memory."""
+
+    model_name: str
+    aliases: list[str] = field(default_factory=list)
+    source: str = ""
+    is_loaded: bool = False
+    is_loading: bool = False
+    is_in_use: bool = False
+    """Whether operations or samples run on it now: then it stays loaded."""
+    size_bytes: int = 0
+    """What it takes in memory, or would; 0 if that is not known."""
+    loads: int = 0
+    """How often it was loaded after the start of the service."""
+
+
 class ServerNode(Value):
     """A server with an engine, one of several that share a store. What it does is as of its last renewal."""
 
@@ -143,6 +159,9 @@ class ServiceState(Value):
     reason: str = ""
     """Why it is not ready, or why nothing new is started."""
     models: list[str] = field(default_factory=list)
+    base_models: list[OfferedModel] = field(default_factory=list)
+    base_model_budget_bytes: int = 0
+    """What base models may take in memory together."""
     nodes: list[ServerNode] = field(default_factory=list)
     """The servers of the cluster; empty if this one is alone. The rest of this is about the one that responds."""
     queue: list[QueuedOperation] = field(default_factory=list)

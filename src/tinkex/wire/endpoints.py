@@ -43,7 +43,7 @@ class Endpoint(NamedTuple):
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_SEGMENTED = frozenset({"checkpoint_id", "tokenizer"})
+_SEGMENTED = frozenset({"checkpoint_id", "tokenizer", "base_model"})
 
 
 def _quoted(placeholder: str, part: str) -> str:
@@ -132,6 +132,10 @@ RUN_SAMPLES = _row("GET", f"{_RUN}/samples", _TRAIN, "RunSamplesResponse", name=
 RUN_HISTORY = _row("GET", f"{_RUN}/history", _TRAIN, name="run_history")  # answers a file
 SERVICE_STATE = _row("GET", "service_state", _TRAIN, "ServiceState")
 FAILED_OPERATIONS = _row("GET", "failed_operations", _TRAIN, "FailedOperationsResponse")
+
+# What the owner of our own service does
+OFFER_MODEL = _row("POST", "models", _TRAIN, "OfferedModel", name="offer_model")
+WITHDRAW_MODEL = _row("DELETE", "models/{base_model}", _TRAIN, name="withdraw_model")
 
 # Sessions and the account
 LIST_SESSIONS = _row("GET", "sessions", _TRAIN, "ListSessionsResponse", name="list_sessions")

@@ -296,6 +296,10 @@ def update_run(changes: Mapping[str, Any]) -> Body:
     return Body(encode(dict(changes)))
 
 
+def offer_model(name: str) -> Body:
+    return Body(encode({"name": name}))
+
+
 def set_session_project(project_id: str) -> Body:
     return Body(encode({"project_id": project_id}))
 

@@ -208,6 +208,8 @@ def without_ids() -> RouteCalls:
         "GET /api/v1/billing/usage/events": ("GET", "billing/usage/events", None),
         "GET /api/v1/tokenizers/{tokenizer}/{file}": ("GET", "tokenizers/tinkex/tiny/tokenizer_config.json", None),
         "DELETE /api/v1/auth/apikey/me": ("DELETE", "auth/apikey/me", None),  # a configured key cannot be revoked
+        "POST /api/v1/models": ("POST", "models", {"name": "tinkex/tiny"}),  # the owner's alone, as is the next one
+        "DELETE /api/v1/models/{base_model}": ("DELETE", "models/tinkex/tiny", None),
         "POST /api/v1/import_weights": ("POST", "import_weights?base_model=tinkex/tiny&name=x", b"no tar"),
         "* /v1/{rest}": ("POST", "/v1/embeddings", {}),
         "* /oai/api/v1/{rest}": ("POST", "/oai/api/v1/embeddings", {}),

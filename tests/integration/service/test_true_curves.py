@@ -21,7 +21,7 @@ STEP = tinkex.AdamParams(learning_rate=5e-3)
 
 def preference(sign: float, *tokens: int) -> tinkex.Datum:
     """One answer of a pair. `sign` says whether it is the chosen one."""
-    inputs: dict[str, list[float]] = {"target_tokens": list(tokens[1:]), "weights": [0.0] + [1.0] * (len(tokens) - 2)}
+    inputs: dict[str, Any] = {"target_tokens": list(tokens[1:]), "weights": [0.0] + [1.0] * (len(tokens) - 2)}
     return tinkex.Datum(tinkex.ModelInput.from_ints(list(tokens[:-1])), {**inputs, "sign": [sign] * (len(tokens) - 1)})
 
 

@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tinkex.cli.main import main
 from tinkex.demo import reinforced, stage, supervised
 from tinkex.demo.stage import Stage
 from tinkex.errors import TinkexError
@@ -43,37 +45,39 @@ def interrupted(folder: Path, after: str, *flags: str) -> str:
     return said
 
 
-def servers_of(folder: Path) -> list[str]:
-    """Processes that have this folder open or on their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                links = [os.readlink(link) for link in (entry / "fd").iterdir()]
-            except OSError:
-                continue
-            found += [entry.name for link in links if link.startswith(str(folder))]
-    return found
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a demo; its service ends with the test."""
+    yield tmp_path / "demo"
+    assert main(["stop", "--data-dir", str(tmp_path / "demo" / "service")]) == 0
 
 
 @pytest.mark.slow
-def test_the_demo_trains_draws_a_curve_saves_the_adapter_and_says_what_to_do_next(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
-    said = run(folder, "--steps", "3")
+def test_the_demo_trains_draws_a_curve_saves_the_adapter_and_its_run_is_where_all_runs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: the run was in a folder of the demo, which no other command looked at."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(home))
+    demo = [sys.executable, "-m", "tinkex", "demo", "--model", "tinkex/tiny", "--steps", "3"]
+    done = subprocess.run(demo, capture_output=True, text=True, timeout=240)
+    said = done.stdout
+    assert done.returncode == 0, said[-3000:] + done.stderr[-3000:]
     assert "3 steps of 8 examples" in said and "loss per token" in said
     assert re.search(r"\d+ of 20 right before, \d+ of 20 after", said)
-    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
-    assert f"tinkex export {folder}/adapter --out my-model --merge" in said
-    assert f"tinkex demo --folder {folder} --console" in said
-    assert not (folder / "demo.json").exists()
-    assert not servers_of(folder)
+    assert (home / "demo" / "adapter" / "adapter_model.safetensors").is_file()
+    assert f"tinkex export {home}/demo/adapter --out my-model --merge" in said
+    assert "tinkex demo --console" in said and 'tinkex.local("tinkex/tiny")' in said
+    assert not (home / "demo" / "demo.json").exists()
+    assert main(["run", "list", "-o", "json"]) == 0  # the service stays for some seconds
+    run = json.loads(capsys.readouterr().out)["runs"][0]
+    assert run["training_run_id"] in said
+    assert main(["stop"]) == 0
 
 
 @pytest.mark.slow
-def test_after_ctrl_c_nothing_is_running_and_the_next_demo_continues_the_run(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
+def test_after_ctrl_c_the_next_demo_continues_the_run(folder: Path) -> None:
     interrupted(folder, "step ", "--steps", "60")
-    assert not servers_of(folder)
     run_id = json.loads((folder / "demo.json").read_text())["run_id"]
     said = run(folder, "--steps", "60")
     assert (found := re.search(r"Continuing after step (\d+)", said)) and 0 < int(found[1]) <= 60
@@ -81,8 +85,7 @@ def test_after_ctrl_c_nothing_is_running_and_the_next_demo_continues_the_run(tmp
 
 
 @pytest.mark.full
-def test_the_second_demo_learns_from_rewards_and_continues_after_ctrl_c(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
+def test_the_second_demo_learns_from_rewards_and_continues_after_ctrl_c(folder: Path) -> None:
     interrupted(folder, "step ", "--rl", "--steps", "40")
     said = run(folder, "--rl", "--steps", "40")
     assert "Continuing after step" in said and "mean reward" in said
@@ -114,12 +117,12 @@ def test_state_of_other_settings_or_of_another_release_is_not_used(tmp_path: Pat
 
 @pytest.mark.full
 def test_smollm2_generalises_to_unseen_orders(tmp_path: Path) -> None:
-    before, after = supervised.run(Stage(tmp_path, "smollm2-135m", 0, supervised.STEPS))
+    before, after = supervised.run(Stage(tmp_path, "smollm2-135m", 0, supervised.STEPS, data_dir=tmp_path / "data"))
     assert before <= 0.1 * supervised.EXAM and after >= 0.8 * supervised.EXAM
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_smollm2s_reward_rises(seed: int, tmp_path: Path) -> None:
-    before, after = reinforced.run(Stage(tmp_path, "smollm2-135m", seed, reinforced.STEPS))
+    before, after = reinforced.run(Stage(tmp_path, "smollm2-135m", seed, reinforced.STEPS, data_dir=tmp_path / "data"))
     assert after - before >= 0.3

@@ -34,6 +34,7 @@ def variables(scripted: ScriptedService, tmp_path: Path) -> dict[str, str]:
         "TINKER_API_KEY": KEY,
         "TINKEX_CACHE_DIR": str(tmp_path / "cache"),
         "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_DATA_HOME": str(tmp_path / "home"),
     }
 
 

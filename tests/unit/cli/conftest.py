@@ -14,9 +14,14 @@ import pytest
 
 import tinkex
 from tinkex.cli.main import main
+from tinkex.clock import REAL
+from tinkex.home.lock import FileLock
+from tinkex.home.owner_key import write_key
+from tinkex.home.running import RunningService, write_service
 from tinkex.testing import ScriptedService
 
 KEY = "tml-a-key-for-tests"
+OWNER_KEY = "tml-the-owner-of-this-folder"
 
 
 class Ran(NamedTuple):
@@ -44,7 +49,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in list(os.environ):
         if name.startswith(("TINKER_", "TINKEX_", "CLOUDFLARE_ACCESS_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
-    for name in ("NO_COLOR", "XDG_CONFIG_HOME", "COLUMNS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+    for name in ("NO_COLOR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "COLUMNS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
     home.mkdir()
@@ -60,6 +65,17 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedService]:
     with ScriptedService(api_key=KEY) as running:
         monkeypatch.setenv("TINKER_BASE_URL", running.url)
         monkeypatch.setenv("TINKER_API_KEY", KEY)
+        yield running
+
+
+@pytest.fixture
+def at_home(environment: Path) -> Iterator[ScriptedService]:
+    """A service that runs on the home: no setting names it."""
+    home = environment / ".local" / "share" / "tinkex"
+    with ScriptedService(api_key=OWNER_KEY) as running, FileLock(home):
+        write_key(home, OWNER_KEY)
+        about = {"version": tinkex.__version__, "models": ("tinkex/tiny",), "started_at": REAL.wall()}
+        write_service(home, RunningService(url=running.url, pid=os.getpid(), **about))  # type: ignore[arg-type]
         yield running
 
 

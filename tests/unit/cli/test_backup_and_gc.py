@@ -13,9 +13,9 @@ import pytest
 from tests.unit.store.bucket_server import BucketServer
 from tinkex.clock import REAL
 from tinkex.errors import TinkexError
+from tinkex.home.lock import FileLock
 from tinkex.store.backup import back_up
 from tinkex.store.blobs.bucket import Bucket
-from tinkex.store.lock import FileLock
 from tinkex.store.payloads import MAX_INLINE_BYTES
 from tinkex.store.records import CheckpointRecord, OperationRecord, RunRecord, SessionRecord
 from tinkex.store.store import Store

@@ -10,7 +10,7 @@ import pytest
 
 from tinkex.testing import Answer, ScriptedService
 
-from .conftest import KEY, Tinkex
+from .conftest import KEY, OWNER_KEY, Tinkex
 
 WITH_KEYS = '{"version": "testing", "tenant": "a", "is_ready": true, "uses_keys": true}'
 BROWSER = """\
@@ -85,29 +85,33 @@ def test_the_key_can_be_fetched_once_only(run: Tinkex, service: ScriptedService,
         socket.create_connection(("127.0.0.1", port), 1).close()
 
 
-def test_without_an_address_the_local_service_is_opened_and_gets_no_key(
+def test_the_service_of_the_home_is_opened_with_its_owners_key_and_never_gets_the_hosted_one(
+    run: Tinkex, at_home: ScriptedService, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-of-the-hosted-service")
+    at_home.script.on("service_state", do=Answer(WITH_KEYS))
+    ran = run("console")
+    assert (ran.code, ran.out, ran.err) == (0, f"{at_home.url}/\n", "")
+    assert browser.went[1] == f"{at_home.url}/#key={OWNER_KEY}"
+    assert not any("tml-of-the-hosted-service" in str(request.headers) for request in at_home.requests)
+
+
+def test_a_key_that_the_service_rejects_is_not_passed_on(
     run: Tinkex, service: ScriptedService, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TINKER_BASE_URL")
-    monkeypatch.setenv("TINKEX_PORT", service.url.rpartition(":")[2])
+    monkeypatch.setenv("TINKER_API_KEY", "tml-another-key")
     ran = run("console")
     assert (ran.code, ran.out) == (0, f"{service.url}/\n")
     assert ran.err == "The service rejected the key in TINKER_API_KEY. The page asks for one.\n"
     assert browser.went == (f"{service.url}/", f"{service.url}/")
-    assert not any(KEY in str(request.headers) for request in service.requests)
 
 
-def test_without_a_service_it_says_how_to_start_one(
-    run: Tinkex, browser: Browser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    monkeypatch.setenv("TINKEX_PORT", str(port))
+def test_without_a_service_it_says_how_to_start_one(run: Tinkex, browser: Browser, environment: Path) -> None:
     ran = run("console")
     assert ran.code == 1 and not browser.is_used
     assert ran.err == (
-        f"tinkex: No service responds at http://127.0.0.1:{port}. Start one with `tinkex serve`, "
-        "or set TINKER_BASE_URL to its address.\n"
+        f"tinkex: No service runs on this machine's data folder ({environment}/.local/share/tinkex). Start one with "
+        "`tinkex serve`, or set TINKER_BASE_URL to its address.\n"
     )
 
 

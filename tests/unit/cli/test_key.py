@@ -19,6 +19,11 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
+def empty_database(folder: Path) -> None:
+    folder.mkdir()
+    Store.open(f"sqlite:///{folder / 'tinkex.db'}", folder).close()
+
+
 def test_a_key_is_printed_once_and_only_its_hash_is_stored(run: Tinkex, data_dir: Path) -> None:
     made = run("key", "create", "alice")
     key = made.out.strip()
@@ -80,7 +85,7 @@ def test_a_second_key_of_a_name_is_made_and_said_to_be_the_second(run: Tinkex) -
 
 
 def test_an_empty_list_of_keys_says_what_that_means(run: Tinkex, data_dir: Path) -> None:
-    data_dir.mkdir()
+    empty_database(data_dir)
     ran = run("key", "list")
     assert ran.code == 0 and ran.out == "" and "every client" in ran.err
     assert "Unless the service was started with --api-key or --keys-file" in ran.err
@@ -91,7 +96,7 @@ def test_keys_of_the_configuration_are_counted_and_nobody_is_said_to_get_in_with
     run: Tinkex, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: "every client on this machine is accepted", though the service asked all of them for a key."""
-    data_dir.mkdir()
+    empty_database(data_dir)
     (tmp_path / "keys.txt").write_text("tml-a-key-of-a-file-1\n# a comment\ntml-a-key-of-a-file-2\n")
     monkeypatch.setenv("TINKEX_KEYS_FILE", str(tmp_path / "keys.txt"))
     ran = run("key", "list")

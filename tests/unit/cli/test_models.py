@@ -83,7 +83,7 @@ def test_pull_creates_a_built_in_model_once(run: Tinkex, tmp_path: Path) -> None
     ran = run("models", "pull", "tinkex/tiny")
     folder = tmp_path / "cache" / "models" / "tinkex--tiny-1"
     assert (ran.code, ran.out) == (0, f"tinkex/tiny is ready: 471.1 kB in {folder}\n")
-    assert ran.err == "To serve it: tinkex serve --base-model tinkex/tiny\n"
+    assert ran.err == "To serve it: tinkex serve tinkex/tiny\n"
     made_at = folder.stat().st_mtime_ns
     again = run("models", "pull", "tinkex/tiny")
     assert again.out == f"tinkex/tiny was already here; nothing was downloaded: 471.1 kB in {folder}\n"
@@ -130,3 +130,13 @@ def test_without_the_extra_local_it_is_named(words: list[str]) -> None:
     assert done.returncode == 1
     assert "needs the extra `local`" in done.stderr and "pip install -e '.[local]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_add_offers_a_folder_by_its_whole_path_and_rm_withdraws_it(
+    run: Tinkex, service: ScriptedService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_files(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert run("models", "add", "mine").out == f"{tmp_path / 'mine'} is offered; it is loaded at its first use\n"
+    assert run("models", "add", "org/big", "-o", "json").json["model_name"] == "org/big"
+    assert run("models", "rm", "org/big").out == "org/big is offered no longer\n"

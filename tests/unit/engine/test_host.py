@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -480,6 +482,28 @@ def test_training_through_the_pipe_lowers_the_loss(runner: asyncio.Runner, engin
     losses, logprobs = runner.run(train(engine))
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
     assert [len(row) for row in logprobs] == [17 * 4] * 3
+
+
+def test_after_a_crash_the_models_are_there_that_were_loaded_and_whose_files_still_are(
+    runner: asyncio.Runner, engine: LocalEngine, tmp_path: Path
+) -> None:
+    source = resolve("tinkex/tiny", tmp_path).folder
+    infos = [resolve(str(shutil.copytree(source, tmp_path / name)), tmp_path) for name in ("kept", "deleted", "left")]
+
+    async def crash() -> None:
+        for info in infos:
+            await engine.run(Frame({"op": "load_model", "model": asdict(info)}))
+        await engine.run(Frame({"op": "unload_model", "base": "left"}))
+        shutil.rmtree(tmp_path / "deleted")
+        os.kill(engine.state.pid, signal.SIGKILL)
+        await until(lambda: not engine.state.is_ready, "the engine to end")
+        await engine.ready()
+
+    runner.run(crash())
+    models = engine.state.models
+    assert models is not None and models.keys() == {"tinkex/tiny", "kept"}
+    assert len(set(models.values())) == 1 and 0 not in models.values()
+    runner.run(engine.run(Frame({"op": "unload_model", "base": "kept"})))
 
 
 # Frames as a journal of commit bb05b41 has them, written as bytes: before the pipe had a header of its own.

@@ -85,6 +85,7 @@ class TestTiny:
             max_context_length=2048,
             hidden_size=64,
             end_tokens=(257,),
+            parameters=sum(tensor.size for tensor in tiny.weights().values()),
         )
         assert registry.adapter_base(info) == info.folder
 

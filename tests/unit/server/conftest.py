@@ -25,6 +25,7 @@ from tinkex.server.limits.ledger import Ledger
 from tinkex.server.limits.quotas import Quotas
 from tinkex.server.service import Service
 from tinkex.server.training.adapter_memory import Activity, AdapterMemory
+from tinkex.server.upkeep.base_models import BaseModels
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.settings import ServeConfig
@@ -56,6 +57,7 @@ class QuietWorker:
     evicted: list[str] = field(default_factory=list)
     paused: dict[str, str] = field(default_factory=dict)
     memory: AdapterMemory = field(init=False)
+    models: BaseModels = field(init=False)
 
     @property
     def pause_reason(self) -> str | None:
@@ -100,13 +102,17 @@ class Served:
             name="tinkex/tiny", folder=str(model_folder), aliases=("tiny",), arch="llama", max_context_length=2048
         )
         db, metrics, absent = Db(), Metrics(), cast(Any, None)
+        catalog = Catalog([model])
+        self.worker.models = BaseModels(
+            config, self.clock, cast(Any, self.engine), catalog, self.worker.evict, lambda: None
+        )
         self.service = Service(
             config=config,
             clock=self.clock,
             store=self.store,
             db=db,
             engine=cast(Any, self.engine),
-            catalog=Catalog([model]),
+            catalog=catalog,
             access=AccessControl(config, self.store, db, self.clock),
             intake=absent,
             worker=cast(Any, self.worker),

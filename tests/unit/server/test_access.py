@@ -14,10 +14,11 @@ import pytest
 
 import tinkex
 from tests.unit.server.conftest import Served
-from tinkex.server.http.access import CACHE_S, api_key_in, is_guarded, route_path
+from tinkex.server.http.access import CACHE_S, AccessControl, api_key_in, is_guarded, route_path
 from tinkex.server.http.errors import RequestRejected
 from tinkex.server.http.rejected_keys import LINE_S
 from tinkex.server.upkeep.janitor import Janitor
+from tinkex.settings import KEYLESS
 from tinkex.store.access import hash_key, hint, new_key
 from tinkex.store.errors import Unavailable
 from tinkex.store.records import KeyRecord
@@ -109,7 +110,7 @@ def test_health_needs_no_key_and_every_other_call_does(serve: Callable[..., Serv
     from tinkex.wire import endpoints
 
     served = serve(api_keys=(ALICE,))
-    parts = dict.fromkeys(("run_id", "session_id", "sampler_id", "tokenizer", "file"), "x")
+    parts = dict.fromkeys(("run_id", "session_id", "sampler_id", "tokenizer", "file", "base_model"), "x")
     open_calls = [
         row.name
         for row in endpoints.ALL
@@ -303,3 +304,24 @@ def test_polls_and_heartbeats_are_never_rejected_for_their_rate(serve: Callable[
         assert not late.done()
         served.clock.advance(1)
         assert late.result(10).status == 200
+
+
+def test_the_owners_key_is_the_tenant_of_a_service_without_keys_and_the_only_one_of_a_private_service(
+    serve: Callable[..., Served],
+) -> None:
+    owner = "tml-the-owner-of-the-folder"
+    shared, private = serve(api_keys=(ALICE,)), serve()
+    for served, is_private in ((shared, False), (private, True)):
+        service = served.service
+        service.access = AccessControl(
+            served.config, served.store, service.db, served.clock, owner_key=owner, is_private=is_private
+        )
+    # The middleware keeps its own reference: asked directly.
+    for served in (shared, private):
+        assert served.run(served.service.access.tenant(owner)) == "local"
+        with pytest.raises(RequestRejected, match="unknown or was revoked"):
+            served.run(served.service.access.tenant("tml-a-stranger"))
+        with pytest.raises(RequestRejected, match="No API key"):
+            served.run(served.service.access.tenant(KEYLESS))
+    assert private.run(private.service.access.uses_keys())
+    assert served.run(shared.service.access.tenant(ALICE)).startswith("key-")

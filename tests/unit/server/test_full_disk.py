@@ -13,9 +13,9 @@ import pytest
 from tests.unit.server.conftest import Served
 from tests.unit.server.test_imports import ADAPTER, PLACE, Engine
 from tinkex.errors import ConfigError
+from tinkex.home.lock import FileLock
 from tinkex.server.http import links
 from tinkex.server.upkeep.adapter_files import INCOMING
-from tinkex.store.lock import FileLock
 from tinkex.store.store import Store
 
 DISK_BYTES = 24 << 20

@@ -47,6 +47,7 @@ def sample_for_real(served: Served) -> None:
         service.catalog,
         service.metrics,
         service.ledger,
+        served.worker.models,
         served.worker.memory.relieve,
     )
 

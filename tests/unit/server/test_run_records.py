@@ -20,8 +20,12 @@ from tinkex.server.http.errors import RequestRejected
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import runs
 from tinkex.server.service import Service
-from tinkex.store.errors import RunDeleted
+from tinkex.server.training.residency import NOTES
+from tinkex.server.training.steps import last_loss
+from tinkex.store.journal import EndedStep
+from tinkex.store.records import Home, OperationRecord
 
+RETURNED = {"loss": 0.25, "metrics": {}}
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789"
 
 
@@ -148,6 +152,29 @@ def test_a_tenant_finds_changes_and_deletes_no_run_of_another(serve: Callable[..
     assert served.ask("GET", f"training_runs/{run.id}", key=ALICE).json["name"] == "mine"
 
 
+def test_the_loss_of_a_run_is_what_a_custom_loss_returned(named: Served) -> None:
+    """Not that of the pass which carries the gradient: it was drawn rising while the program's loss fell."""
+    run_id = "abcd1:train:0"
+    kinds = (("forward", {"pass": "custom"}), ("forward_backward", {"pass": "custom", "custom_loss": RETURNED}))
+
+    def train() -> None:
+        for seq_id, (kind, notes) in enumerate([*kinds, ("optim_step", {})], 1):
+            row = OperationRecord(
+                request_id=f"op-{seq_id}", run_id=run_id, tenant="local", seq_id=seq_id, kind=kind, digest="",
+                options={NOTES: notes},
+            )  # fmt: skip
+            named.store.add_operation(row, b"")
+            metrics = {"loss:sum": -18.0, "weight:sum": 2.0}
+            step = EndedStep(run_id, seq_id, last_loss) if kind == "optim_step" else None
+            named.store.finish(
+                row.request_id, at=1.0, result=b"{}", result_type="json", metrics=metrics, step=step
+            )  # fmt: skip
+
+    named.run(named.service.db(train))
+    run = find(named, run_id).json
+    assert (run["steps"], run["loss"]) == (1, 0.25)
+
+
 # ── Against a worker with an engine
 
 
@@ -185,7 +212,7 @@ async def test_a_run_in_use_is_deleted_only_with_force_and_then_wholly(tmp_path:
         deleting = asyncio.create_task(ask(service, runs.delete_training_run, queue.run.id, "force=true"))
         while await service.db(service.store.get_run, queue.run.id) is not None:
             await asyncio.sleep(0.002)
-        with pytest.raises(RunDeleted):
+        with pytest.raises(RequestRejected, match="was unloaded"):
             await step(service, queue, 4, 0.5)
         engine.gate.set()
         assert (await deleting)["operations"] == 4
@@ -195,6 +222,24 @@ async def test_a_run_in_use_is_deleted_only_with_force_and_then_wholly(tmp_path:
         with pytest.raises(RequestRejected, match="is not known"):
             await service.intake.run_queue("t", queue.run.id)
         await done(service, await step(service, await new_run(service, "other"), 1, 0.5))  # the worker goes on
+
+
+@scenario
+async def test_a_long_journal_is_deleted_in_pieces_between_which_others_use_the_store(tmp_path: Path) -> None:
+    """100,000 operations in one transaction took four seconds, on the one thread that the store has."""
+    async with running(tmp_path, FakeEngine()) as service:
+        queue = await new_run(service)
+        for seq_id in range(1, 6):
+            await done(service, await step(service, queue, seq_id, 0.5))
+        sizes, whole = [], service.store.delete_ended_operations
+
+        def counted(run_id: str, most: int, home: Home | None) -> int:
+            sizes.append(whole(run_id, 4, home))
+            return sizes[-1]
+
+        service.store.delete_ended_operations = counted  # type: ignore[method-assign, assignment]
+        assert (await ask(service, runs.delete_training_run, queue.run.id))["operations"] == 6
+        assert sizes == [4, 2, 0] and await service.db(service.store.operations_of, queue.run.id) == []
 
 
 @scenario

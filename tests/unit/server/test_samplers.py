@@ -34,7 +34,7 @@ def test_a_service_that_samples_with_vllm_has_a_process_for_each_model(tmp_path:
     sampler = engine._samplers["n"]
     assert isinstance(sampler, LocalEngine) and sampler._program[0] == "/opt/vllm/bin/python"
     start = sampler._start_frame.head
-    assert [model["name"] for model in start["models"]] == ["n"] and start["threads"] == 3
+    assert list(sampler._models) == ["n"] and start["threads"] == 3
     assert start["vllm"]["max_rank"] == 16 and start["vllm"]["links"] == str(tmp_path / "sampled-adapters")
 
 

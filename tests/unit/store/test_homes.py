@@ -25,7 +25,7 @@ from tinkex.server.cluster.placement import node_for_run
 from tinkex.store.cluster.cluster_store import Claim, ClusterStore, NodeFacts, NodeRecord
 from tinkex.store.errors import HomeLost, LeaseLost
 from tinkex.store.journal import Journal
-from tinkex.store.records import Home
+from tinkex.store.records import AuditEntry, Home
 from tinkex.testing.clock import FakeClock
 
 RUN = "s:train:0"
@@ -340,6 +340,10 @@ WRITES: dict[str, Callable[[ClusterStore, Home], object]] = {
     "accept": lambda store, home: store.add_operation(operation(2), b"x" * 100_000, home),
     "reject": lambda store, home: store.add_rejected(operation(2, state="refused"), [], home),
     "unload": lambda store, home: store.set_unloaded(RUN, home),
+    "delete": lambda store, home: store.delete_run(
+        RUN, AuditEntry(id="a", at=1.0, tenant="ann", action="run.delete", target=RUN), home
+    ),
+    "delete a part": lambda store, home: store.delete_ended_operations(RUN, 10, home),
     "create": lambda store, home: store.add_run(
         run("s:train:1"), operation(0, "s:train:1"), b"", replace(home, run_id="s:train:1")
     ),
@@ -385,7 +389,7 @@ def test_a_node_writes_about_a_run_that_is_at_home_there(write: str, store: Clus
 def test_what_a_proof_takes_away_of_a_cluster_is_gone_and_nothing_else(
     store: ClusterStore, postgres_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before: the patch of the renewal wrote what PostgreSQL refuses. No node renewed at all, which was noticed too."""
+    """Before: the patch of the renewal wrote what PostgreSQL refuses. No node renewed at all, noticed or not."""
     monkeypatch.setattr(broken, "_replace", monkeypatch.setattr)
     home = create(store)
     broken.take_away("renewal", "server")

@@ -180,6 +180,18 @@ def test_a_deleted_run_leaves_nothing_behind_and_others_alone(started: Store, ad
     assert [entry.action for entry in started.list_audit("ann", limit=5)] == ["run.delete"]
 
 
+def test_the_oldest_operations_are_deleted_first_and_none_that_waits(started: Store, add: Add) -> None:
+    for seq_id in (1, 2, 3):
+        add(seq_id, bytes(200_000))
+    for seq_id in (1, 2):
+        started.finish(f"s:train:0/{seq_id}", at=20.0, result=bytes(200_000), result_type="json")
+    assert started.delete_ended_operations("s:train:0", 2) == 2
+    assert [row.seq_id for row in started.operations_of("s:train:0")] == [2, 3]
+    assert (started.payload("s:train:0/1", "command"), started.payload("s:train:0/1", "result")) == (None, None)
+    assert [started.delete_ended_operations("s:train:0", 2) for _ in range(2)] == [1, 0]
+    assert [row.state for row in started.operations_of("s:train:0")] == ["queued"]
+
+
 def test_an_operation_that_arrives_while_its_run_is_deleted_leaves_no_row(started: Store) -> None:
     started.delete_run("s:train:0", ENTRY)
     with pytest.raises(RunDeleted, match=r"s:train:0.* is not known"):

@@ -427,3 +427,17 @@ def test_no_part_of_the_store_hides_a_method_of_another() -> None:
     """Before: two parts had a `session_usage`, and a mend of one of them would have changed nothing."""
     names = Counter(name for part in Store.__bases__ for name in vars(part) if not name.startswith("__"))
     assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_a_tenant_takes_over_all_that_another_one_has(started: Store) -> None:
+    started.add_session(session())
+    started.add_sampler(sampler())
+    started.add_checkpoint(checkpoint())
+    assert started.move_tenant("nobody", "local") == 0
+    assert started.move_tenant("ann", "local") == 1
+    assert started.list_session_ids("local", 0, 9) == ["s"]
+    found = started.get_run(RUN)
+    assert found is not None and found.tenant == "local"
+    kept = started.get_checkpoint(checkpoint().path)
+    assert kept is not None and kept.tenant == "local"
+    assert started.move_tenant("ann", "local") == 0

@@ -7,6 +7,7 @@ Runs in an environment with the trackers (`python -m tests.tools trackers`). Not
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import math
@@ -57,8 +58,7 @@ def records_of(content: bytes) -> Iterator[bytes]:
 
 
 def read_wandb(folder: Path) -> Series:
-    from wandb.proto import wandb_internal_pb2
-
+    wandb_internal_pb2: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     series: Series = {}
     [file] = folder.glob("wandb/offline-run-*/*.wandb")
     for data in records_of(file.read_bytes()):
@@ -83,15 +83,13 @@ def read_trackio(folder: Path) -> Series:
 
 
 def read_tensorboard(folder: Path) -> Series:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator((folder / "where").read_text(encoding="utf-8")).Reload()
+    accumulators: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulators.EventAccumulator((folder / "where").read_text(encoding="utf-8")).Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def read_mlflow(folder: Path) -> Series:
-    import mlflow
-
+    mlflow: Any = importlib.import_module("mlflow")
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("tinkex")
     [run] = client.search_runs([experiment.experiment_id])

@@ -31,7 +31,7 @@ GET training_runs/find · PATCH training_runs/{run_id} · DELETE training_runs/{
 POST sample_stream · GET tokenizers/{tokenizer}/{file} · GET training_runs/{run_id}/steps
 POST training_runs/{run_id}/metrics · GET training_runs/{run_id}/metrics · GET training_runs/{run_id}/samples
 GET training_runs/{run_id}/history
-GET service_state · GET failed_operations
+GET service_state · GET failed_operations · POST models · DELETE models/{base_model}
 """
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tinkex
 from tinkex.cli.arguments import count, temperature
-from tinkex.cli.connect import announce_retries, config_for, rest_client
+from tinkex.cli.connect import announce_retries, config_for, rest_client, service_for
 from tinkex.cli.error_text import describe
 from tinkex.cli.named import weights_named
 from tinkex.cli.parser import CommandParser
@@ -25,7 +25,8 @@ MORE = """\
 MODEL is a base model of the service, a checkpoint (tinker://…/sampler_weights/…), a run (its name,
 its id or the beginning of it: what it saved last with save_weights_for_sampler), or `latest` for
 what you saved last of all. Without MODEL, the base model is used, if the service has only one. The
-service applies the model's chat template.
+service applies the model's chat template. If no service runs on this machine and none is set, one
+is started; it ends some seconds after the chat.
 
 At the prompt, a line that begins with / is a command of the chat; /help lists them. Ctrl-C stops a
 reply, Ctrl-D ends the chat. With a message on stdin, one reply is printed and the command ends."""
@@ -63,12 +64,13 @@ def chat(args: argparse.Namespace) -> None:
     if is_conversation and args.output == "json":
         raise ValidationError("-o json is for one message on stdin: echo 'Who are you?' | tinkex chat -o json")
     announce_retries()
-    model, about = choose(args)
-    talk = Conversation(config_for(args), model, args)
-    if is_conversation:
-        converse(talk, about)
-    else:
-        reply_once(talk, as_json=args.output == "json")
+    with service_for(args, args.model):
+        model, about = choose(args)
+        talk = Conversation(config_for(args), model, args)
+        if is_conversation:
+            converse(talk, about)
+        else:
+            reply_once(talk, as_json=args.output == "json")
 
 
 class Conversation:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import tinkex
-from tinkex.cli.connect import config_for
+from tinkex.cli.connect import config_for, locate_home, patient_config
 from tinkex.cli.parser import CommandParser
 from tinkex.errors import APIConnectionError, APIStatusError, NotFoundError, TinkexError
 from tinkex.terminal import output
@@ -21,9 +21,8 @@ WAIT_S = 20.0
 START = "Start one with `tinkex serve`, or set TINKER_BASE_URL to its address."
 MORE = """\
 The console shows runs with their loss while they train, checkpoints, the queue and errors, and has
-a playground. Without TINKER_BASE_URL or --base-url, it opens the console of `tinkex serve` on this
-machine. If the service uses keys, the key in TINKER_API_KEY is passed to the browser; it is never
-printed."""
+a playground. Without TINKER_BASE_URL or --base-url, it opens the console of the service that runs
+on this machine. If the service uses keys, yours is passed to the browser; it is never printed."""
 
 
 class ConsoleAddress(NamedTuple):
@@ -62,7 +61,7 @@ def console(args: argparse.Namespace) -> None:
 
 def find(args: argparse.Namespace) -> ConsoleAddress:
     """Return the console of the service in the settings. Raises, with what to do, if no tinkex service responds."""
-    config, is_named = _config(args)
+    config = _config(args)
     url = f"{config.base_url}/"
     try:
         quick = replace(config, max_retries=1)  # the user waits for a browser
@@ -77,19 +76,20 @@ def find(args: argparse.Namespace) -> ConsoleAddress:
         if error.status_code == 401 and tinkex.settings.is_loopback(config.base_url):
             return ConsoleAddress(url, None, "The service rejected the key in TINKER_API_KEY. The page asks for one.")
         raise
-    return ConsoleAddress(url, config.api_key if uses_keys and is_named else None)
+    return ConsoleAddress(url, config.api_key if uses_keys else None)
 
 
-def _config(args: argparse.Namespace) -> tuple[tinkex.Config, bool]:
-    """Return settings, and whether they name a service. If not, use the one on this machine: the hosted one has none.
+def _config(args: argparse.Namespace) -> tinkex.Config:
+    """Return the settings of the service that is named, else of the one on this machine: the hosted one has no console.
 
     In that case the key in the environment belongs to the hosted service and must not be sent to a local program.
     """
     settings = tinkex.settings
     if settings.sources(base_url=args.base_url)["base_url"] != "default":
-        return config_for(args), True
-    local_url = f"http://127.0.0.1:{settings.resolve_serve().port}"
-    return settings.resolve(base_url=local_url, api_key=args.api_key or settings.KEYLESS), args.api_key is not None
+        return config_for(args)
+    if (home := locate_home()) is None:
+        raise TinkexError(f"No service runs on this machine's data folder ({settings.home()}). {START}")
+    return patient_config(home)
 
 
 def _open(url: str) -> bool:

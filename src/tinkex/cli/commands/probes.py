@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from tinkex import settings
+from tinkex.cli.connect import OF_THE_HOME, locate
 from tinkex.client.diagnose import ServiceProbe, tls_context
 from tinkex.clock import REAL
 from tinkex.errors import ConfigError, TinkexError
@@ -44,6 +45,7 @@ SECRETS = ("cf_client_id", "cf_client_secret", "headers", "http_proxy", "https_p
 MISSING, NOT_NEEDED = "missing", "none needed on this machine"
 PROBE_KEY = "tml-doctor"
 """Replaces a missing key, so that the connection can be checked all the same."""
+NO_SERVICE_REMEDY = "Start one with `tinkex serve`, or set TINKER_BASE_URL (for the hosted service: TINKER_API_KEY)."
 WRONG_KEY = "Set TINKER_API_KEY to a key of this service."
 T = TypeVar("T")
 
@@ -68,7 +70,7 @@ class Route(NamedTuple):
 
 def examine(base_url: str | None, api_key: str | None) -> tuple[list[Finding], dict[str, Any], list[SupportedModel]]:
     """Run all checks. Returns the findings, the settings with the source of each, and the service's models."""
-    config, shown, findings = _settings({"base_url": base_url, "api_key": api_key})
+    config, shown, findings = _settings(base_url, api_key)
     models: list[SupportedModel] = []
     if config is not None:
         service_findings, models = _service(config)
@@ -76,13 +78,20 @@ def examine(base_url: str | None, api_key: str | None) -> tuple[list[Finding], d
     return [*findings, _extras()], shown, models
 
 
-def _settings(arguments: dict[str, Any]) -> tuple[Config | None, dict[str, Any], list[Finding]]:
-    """Return the settings, the source of each one, and findings about them."""
+def _settings(base_url: str | None, api_key: str | None) -> tuple[Config | None, dict[str, Any], list[Finding]]:
+    """Find the service. Return the settings, the source of each one, and findings about them."""
     # One attempt and a short timeout: retries would hide the errors that the doctor looks for.
     probing: dict[str, Any] = {"max_retries": 1, "timeout_s": PROBE_S, "unreachable_s": PROBE_S}
     missing: list[Finding] = []
     try:
+        located = locate(base_url, api_key)
+        if located is None:
+            detail = f"no setting names one, and none runs on this machine's data folder ({settings.home()})"
+            return None, {}, [Finding("service", "FAIL", detail, NO_SERVICE_REMEDY)]
+        arguments = located.arguments
         sources = settings.sources(**arguments)
+        if located.origin == OF_THE_HOME:
+            sources |= {"base_url": OF_THE_HOME, "api_key": "its data folder", "proxy": "default"}
         try:
             config = settings.resolve(**arguments)
         except ConfigError as error:

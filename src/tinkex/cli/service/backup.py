@@ -32,7 +32,7 @@ def add(parser: CommandParser, about: str) -> None:
 def backup(args: argparse.Namespace) -> None:
     config = config_of(args)
     with open_store(config) as store:
-        from tinkex.local_service import KEY_FILE
+        from tinkex.home.owner_key import KEY_FILE
         from tinkex.store.backup import back_up
 
         target = Path(args.folder).expanduser().absolute()

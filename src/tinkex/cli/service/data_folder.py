@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,19 +26,36 @@ def add_flags(group: Any, names: Iterable[str]) -> None:
     rows = {setting.name: setting for setting in SERVE}
     for name in names:
         setting = rows[name]
-        about = f"{setting.about} ({setting.variable})".replace("%", "%%")
+        notes = [f"default {default}"] if (default := _default(setting)) else []
+        about = f"{setting.about} ({'; '.join([*notes, setting.variable])})".replace("%", "%%")
         if setting.is_switch:
             group.add_argument(setting.flag, dest=name, action="store_const", const=True, help=about)
             continue
         group.add_argument(
             setting.flag,
             dest=name,
-            metavar=setting.metavar,
+            metavar="|".join(setting.choices) or setting.metavar,
             # A flag that may be repeated has a name in the singular.
             action="append" if setting.word else "store",
             type=_reader(setting),
             help=about,
         )
+
+
+def _default(setting: Setting) -> str:
+    """Return the default of a setting as one would write it; "" if it has none that a word can say."""
+    default = ServeConfig.__dataclass_fields__[setting.name].default
+    if default is MISSING:
+        return "in your data folder" if setting.name == "data_dir" else "in your cache folder"
+    if default is None or default == "" or default == () or setting.is_switch:
+        return ""
+    return (
+        ", ".join(default)
+        if isinstance(default, tuple)
+        else f"{default:g}"
+        if isinstance(default, float)
+        else str(default)
+    )
 
 
 def config_of(args: argparse.Namespace) -> ServeConfig:
@@ -50,9 +68,11 @@ def open_store(config: ServeConfig) -> Store:
     from tinkex.local_service import needs_local
 
     needs_local(WORK)  # first: without the extra there can be no such folder
-    if not config.data_dir.is_dir() and config.database_url.startswith("sqlite"):
+    file = Path(config.database_url.removeprefix("sqlite:///"))
+    if config.database_url.startswith("sqlite") and not file.is_file():
         raise ConfigError(
-            f"{config.data_dir} holds no data of a service. Name the folder with --data-dir; `tinkex serve` creates it."
+            f"{config.data_dir} holds no data of a service ({file} does not exist). Name the folder with --data-dir; "
+            "`tinkex serve` creates it."
         )
     return new_store(config)
 

@@ -10,17 +10,20 @@ from tinkex.cli.arguments import count
 from tinkex.cli.parser import CommandParser
 from tinkex.clock import REAL
 from tinkex.errors import TinkexError
+from tinkex.home.owner_key import KEY_FILE
 from tinkex.terminal import output
 
 if TYPE_CHECKING:
     from tinkex.demo.stage import Stage
 
 MODEL = "smollm2-135m"
+SERVICE = "service"
+"""With --folder: the data folder in it."""
 MORE = """\
-Starts a private service, tests a model with 135 million parameters, trains it, tests it again and
-saves the adapter. It takes a few minutes on two cores, without a GPU; the first time, the model is
-downloaded. By default the model learns from examples; with --rl it learns from rewards for its own
-attempts. After Ctrl-C, run the same command again to continue."""
+Tests a model with 135 million parameters, trains it, tests it again and saves the adapter, on the
+service of this machine, which is started if none runs. It takes a few minutes on two cores, without
+a GPU; the first time, the model is downloaded. By default the model learns from examples; with --rl
+it learns from rewards for its own attempts. After Ctrl-C, run the same command again to continue."""
 
 
 def add(parser: CommandParser, about: str) -> None:
@@ -41,7 +44,7 @@ def add(parser: CommandParser, about: str) -> None:
         "--folder",
         metavar="FOLDER",
         type=Path,
-        help="where to store data and adapter (default: in the user's data folder)",
+        help="where to store run and adapter (default: the data folder that all commands share)",
     )
     command.add_argument("--no-browser", action="store_true", help="with --console: only print the address")
 
@@ -58,10 +61,12 @@ def demo(args: argparse.Namespace) -> int:
     name, command = ("demo-rl", "tinkex demo --rl") if args.rl else ("demo", "tinkex demo")
     if args.folder:
         folder = args.folder.expanduser().absolute()
+        data_dir = folder / SERVICE
         command += f" --folder {folder}"
     else:
-        folder = settings.resolve_serve().data_dir / name
-    stage = Stage(folder, args.model, args.seed, args.steps or task.STEPS, is_fresh=args.fresh, command=command)
+        folder, data_dir = settings.home() / name, None
+    steps = args.steps or task.STEPS
+    stage = Stage(folder, args.model, args.seed, steps, data_dir=data_dir, is_fresh=args.fresh, command=command)
     if args.console:
         return _console(stage, opens=not args.no_browser)
     try:
@@ -73,23 +78,23 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def _console(stage: Stage, opens: bool) -> int:
+    from tinkex import settings
     from tinkex.cli.commands.console import open_with_key
-    from tinkex.demo.stage import SERVICE, say
-    from tinkex.local_service import KEY_FILE
+    from tinkex.demo.stage import say
 
-    key_file = stage.folder / SERVICE / KEY_FILE
-    if not key_file.is_file():
-        raise TinkexError(f"{stage.folder} contains no demo yet. Run `{stage.command}` first.")
+    if not (stage.data_dir or settings.home()).joinpath("tinkex.db").is_file():
+        raise TinkexError(f"There is no demo yet. Run `{stage.command}` first.")
     with stage.service() as service:
-        say(f"The demo's service runs at {service.base_url}; Ctrl-C stops it. To use it from another terminal:")
-        say(f"  export TINKER_BASE_URL={service.base_url}")
-        say(f"  export TINKER_API_KEY=$(cat '{key_file}')")
-        say("  tinkex console        also: tinkex run list, tinkex chat, tinkex checkpoint list")
+        say(f"The console is at {service.base_url}/ until Ctrl-C. From another terminal:")
+        if stage.data_dir is not None:
+            say(f"  export TINKER_BASE_URL={service.base_url}")
+            say(f"  export TINKER_API_KEY=$(cat '{stage.data_dir / KEY_FILE}')")
+        say("  tinkex console        also: tinkex run list, tinkex chat latest, tinkex checkpoint list")
         if opens and not open_with_key(f"{service.base_url}/", service.api_key):
             output.remark("No browser could be started. Open the address yourself; the page asks for the key.")
         try:
             while True:
                 REAL.pause(3600)
         except KeyboardInterrupt:
-            say("\nThe demo's service has stopped.")
+            say("\nLeft the service; it ends by itself if nothing else uses it.")
     return 0

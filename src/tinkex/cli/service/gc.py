@@ -48,7 +48,7 @@ def gc(args: argparse.Namespace) -> None:
     config = config_of(args)
     files = 0
     with open_store(config) as store:
-        from tinkex.store.lock import FileLock
+        from tinkex.home.lock import FileLock
 
         lock = FileLock(config.data_dir)
         try:

@@ -36,6 +36,8 @@ from tinkex.wire.dialect import Dialect
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, T]]
 log = logging.getLogger("tinkex.wait")
+SILENCE_LINE_S = 10.0
+"""Seconds between two lines about a service that does not respond."""
 
 
 class ServiceLink:
@@ -55,7 +57,9 @@ class ServiceLink:
         """When the last response below 500 came."""
         self.last_progress_at = self.last_heard_at
         """When the service last accepted a sample or had something to say about a result."""
+        self._made_at = self.last_heard_at
         self._warned_of_silence_since: float | None = None
+        self._warned_at = 0.0
         # What the service announces (`_calls/handshake.py`).
         self.server = ClientConfigResponse()
         self.dynamic = ClientDynamicConfigResponse()
@@ -94,14 +98,25 @@ class ServiceLink:
         return self.clock.now() - max(operation.created_at, self.last_heard_at)
 
     def warn_unreachable(self, error: APIError, attempt: int) -> None:
-        """Log once per silence, at a third attempt: a wrong address or a dead service must not look like a slow one."""
-        is_known = self._warned_of_silence_since == self.last_heard_at
-        if attempt >= 3 and isinstance(error, APIConnectionError) and not is_known:
-            self._warned_of_silence_since = self.last_heard_at
-            reason = str(error).rstrip(".")
+        """Log that there is no response, and again while it lasts: a dead service must not look like a slow one.
+
+        At once if there never was a response: then the address is most likely wrong, or the service is not running.
+        Else at a third attempt: services are restarted.
+        """
+        if not isinstance(error, APIConnectionError):
+            return
+        now, reason = self.clock.now(), str(error).rstrip(".")
+        if self._warned_of_silence_since != self.last_heard_at:
+            if attempt < 3 and self.last_heard_at != self._made_at:
+                return
+            self._warned_of_silence_since, self._warned_at = self.last_heard_at, now
             log.warning(
-                "No response from %s (%s). Still trying; `tinkex doctor` finds out why.", self.config.base_url, reason
+                "No response from %s (%s). Still trying, for %.0f s at most; `tinkex doctor` finds out why.",
+                *(self.config.base_url, reason, self.config.unreachable_s),
             )
+        elif now - self._warned_at >= SILENCE_LINE_S:
+            self._warned_at = now
+            log.warning("Still no response from %s (%s).", self.config.base_url, reason)
 
     # -- operations -------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.adapters.lora import LoraHooks, Role, Segment, Site, find_sites
-from tinkex.engine.contract import EngineFault, ModelInfo, first_line
+from tinkex.engine.contract import EngineFault, ModelInfo, OutOfMemory, first_line, is_out_of_memory
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -159,6 +159,8 @@ def load(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> Model:
     except EngineFault:
         raise
     except Exception as error:  # an edge: transformers may raise anything for a model that it cannot run
+        if is_out_of_memory(error):
+            raise OutOfMemory(f"There is not enough memory to load {info.name}.", "server") from None
         logger.debug("Loading %s failed", info.name, exc_info=True)
         reason = first_line(error, 300)
         raise EngineFault(

@@ -1,13 +1,14 @@
 """Resolves the name of a base model to a local folder and its `ModelInfo`: built-in, folder, cache or hub. No torch.
 
-Names come from the command line only, never from a client. A model in a cache is used without asking the network, so
-that a restarted service trains on the same weights.
+Names come from the command line and from the service's owner, never from another client. A model in a cache is used
+without asking the network, so that a restarted service trains on the same weights.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 import tempfile
@@ -33,11 +34,16 @@ INSTEAD = (
 )
 
 
-def resolve(name: str, cache_dir: Path, *, progress: ProgressReport | None = None) -> ModelInfo:
-    """Find a base model; download or create it if necessary. Raises ConfigError that says what to do if it cannot."""
+def resolve(
+    name: str, cache_dir: Path, *, progress: ProgressReport | None = None, may_download: bool = True
+) -> ModelInfo:
+    """Find a base model; download or create it if necessary. Raises ConfigError that says what to do if it cannot.
+
+    Without `may_download`, one that is not on this machine is an error, too.
+    """
     report = progress or (lambda activity, done, total: None)
     try:
-        return _resolve(name, Path(cache_dir) / "models", report)
+        return _resolve(name, Path(cache_dir) / "models", report if may_download else None)
     except ModuleNotFoundError as missing:
         if isinstance(missing, MissingExtra):
             raise
@@ -49,7 +55,7 @@ def adapter_base(info: ModelInfo) -> str:
     return info.name if info.source == "hub" else info.folder
 
 
-def _resolve(name: str, models_dir: Path, progress: ProgressReport) -> ModelInfo:
+def _resolve(name: str, models_dir: Path, progress: ProgressReport | None) -> ModelInfo:
     if name == tiny.NAME:
         target = models_dir / f"{name.replace('/', '--')}-{tiny.VERSION}"
         _create(target, {"source": "built-in"}, tiny.write)
@@ -66,7 +72,7 @@ def _resolve(name: str, models_dir: Path, progress: ProgressReport) -> ModelInfo
     return _from_hub(name, (), progress)
 
 
-def _resolve_smollm2(models_dir: Path, progress: ProgressReport) -> ModelInfo:
+def _resolve_smollm2(models_dir: Path, progress: ProgressReport | None) -> ModelInfo:
     target = models_dir / f"{smollm2.NAME.replace('/', '--')}-gguf"
     aliases = (smollm2.ALIAS,)
     # Once created it stays the base: otherwise adapters trained on it would get other weights after a restart.
@@ -74,9 +80,12 @@ def _resolve_smollm2(models_dir: Path, progress: ProgressReport) -> ModelInfo:
         try:
             return _from_hub(smollm2.NAME, aliases, progress)
         except ConfigError as error:
+            if progress is None:
+                raise _not_here(smollm2.ALIAS) from None
             logger.info("%s Using the GGUF of %s %s instead.", error, smollm2.PACKAGE, smollm2.VERSION)
         origin = {"source": "gguf", "sha256": smollm2.GGUF_SHA256, "package": f"{smollm2.PACKAGE}=={smollm2.VERSION}"}
-        _create(target, origin, lambda folder: smollm2.write(folder, progress))
+        report = progress
+        _create(target, origin, lambda folder: smollm2.write(folder, report))
     info = _describe(target, smollm2.NAME, aliases)
     logger.info(
         "%s: not the hub's weights, but %s %s (4 bits, converted to float32).", info.name, info.source, info.source_hash
@@ -84,9 +93,11 @@ def _resolve_smollm2(models_dir: Path, progress: ProgressReport) -> ModelInfo:
     return info
 
 
-def _from_hub(name: str, aliases: tuple[str, ...], progress: ProgressReport) -> ModelInfo:
+def _from_hub(name: str, aliases: tuple[str, ...], progress: ProgressReport | None) -> ModelInfo:
     folder = hub.find_cached(name)
     if folder is None or _unusable_reason(folder) is not None:
+        if progress is None:
+            raise _not_here(name)
         try:
             folder = hub.download(name, progress)
         except hub.HubUnreachable as error:
@@ -94,6 +105,10 @@ def _from_hub(name: str, aliases: tuple[str, ...], progress: ProgressReport) -> 
                 f"{name} is not in the cache, and the model hub cannot be reached ({error}). {INSTEAD}"
             ) from None
     return _describe(folder, name, aliases, {"source": "hub", "sha256": folder.name})
+
+
+def _not_here(name: str) -> ConfigError:
+    return ConfigError(f"Base model {name!r} is not on this machine. Fetch it first: tinkex models pull {name}")
 
 
 def _create(target: Path, origin: dict[str, str], write: Callable[[Path], None]) -> None:
@@ -157,7 +172,21 @@ def _describe(
         max_context_length=int(text["max_position_embeddings"]),
         hidden_size=_hidden_size(text),
         end_tokens=tuple(ends if isinstance(ends, list) else () if ends is None else (ends,)),
+        parameters=_parameters(folder),
     )
+
+
+def _parameters(folder: Path) -> int:
+    """Return how many numbers the weights are, from the heads of the files; 0 if one cannot be read."""
+    count = 0
+    try:
+        for file in folder.glob(hub.WEIGHTS):
+            with file.open("rb") as weights:
+                head = json.loads(weights.read(int.from_bytes(weights.read(8), "little")))
+            count += sum(math.prod(entry["shape"]) for name, entry in head.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError):
+        return 0  # whoever loads the file says what is wrong with it
+    return count
 
 
 def _hidden_size(config: dict[str, Any]) -> int:

@@ -8,4 +8,5 @@ an engine with several devices, imports what every such program does at its star
 main   starts the process: pipes, threads, loading the models (`python -m tinkex.engine.process.main`)
 loop   takes commands, gives turns, sends replies
 turns  decides between training and sampling
+loaded_models  loads and unloads base models
 """

@@ -32,6 +32,7 @@ from tinkex.engine.frames import Frame
 from tinkex.engine.process.turns import EngineTurn, Turns
 
 if TYPE_CHECKING:
+    from tinkex.engine.process.loaded_models import LoadedModels
     from tinkex.engine.sampling.sampler import Sampler
     from tinkex.engine.training.trainer import Trainer
 
@@ -65,8 +66,16 @@ def moment_s(weights_bytes: int, device: str) -> float:
 class Loop:
     """Takes commands and gives turns. No error of a command ends it."""
 
-    def __init__(self, trainer: Trainer, sampler: Sampler, send: Send, moment_s: float = 0.0) -> None:
-        self._moment_s = moment_s
+    def __init__(
+        self,
+        trainer: Trainer,
+        sampler: Sampler,
+        send: Send,
+        moment_s: float = 0.0,
+        models: LoadedModels | None = None,
+    ) -> None:
+        """`models`: what loads and unloads base models; without it those of trainer and sampler stay."""
+        self._moment_s, self._models = moment_s, models
         self._trainer = trainer
         self._sampler = sampler
         self._send = send
@@ -139,12 +148,26 @@ class Loop:
         elif op == "cancel":
             self._samples.discard(frame.head["number"])
             self._sampler.cancel(frame.head["number"])
+        elif op in ("load_model", "unload_model"):
+            self._change_models(number, frame)
         elif op == "ping":
             self._send(number, Frame({"ok": True, **self._stats()}))
         else:
             self._commands[number] = frame
             self._trainer.add(number, frame)
             self._most_passes = max(self._most_passes, self._trainer.passes)
+
+    def _change_models(self, number: int, frame: Frame) -> None:
+        op = str(frame.head["op"])
+        try:
+            if self._models is None:
+                raise EngineFault("This engine keeps the base models of its start.", "server")
+            reply = self._models.run(frame.head)
+            self._moment_s = self._models.moment_s
+        except Exception as error:
+            self._fail(number, op, error)
+        else:
+            self._reply(number, op, reply)
 
     def _train(self) -> None:
         for number, reply in self._trainer.step():

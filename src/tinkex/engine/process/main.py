@@ -23,22 +23,20 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tinkex.clock import REAL
-from tinkex.engine.contract import EngineFault, ModelInfo
+from tinkex.engine.contract import EngineFault, model_info
 from tinkex.engine.frames import HEADER, Frame, packet_parts, read_frame
-from tinkex.engine.process.loop import Inbox, Loop, Packet, Send, moment_s
+from tinkex.engine.process.loaded_models import LoadedModels, ModelBackend
+from tinkex.engine.process.loop import Inbox, Loop, Packet, Send
 from tinkex.errors import MissingExtra
 
 if TYPE_CHECKING:
     from tinkex.engine.gang.processes import Processes
-    from tinkex.engine.models.loaded_model import Model
-    from tinkex.engine.sampling.decoder import Decoder
-    from tinkex.engine.training.runner import Runner
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -185,7 +183,6 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from tinkex.engine.adapters.lora import group_sizes
     from tinkex.engine.sampling.sampler import Sampler
     from tinkex.engine.training.trainer import Trainer
 
@@ -196,32 +193,32 @@ def load(start: Mapping[str, Any], send: Send) -> Loop:
     torch.backends.cudnn.deterministic = True
     device = pick_device(start["device"])
     loader = _one_process(start, device) if processes is None else _gang(processes, start, device, threads)
-    models: dict[str, Model] = {}
-    for fields in start["models"]:
-        fields["aliases"], fields["end_tokens"] = tuple(fields["aliases"]), tuple(fields["end_tokens"])
-        info = ModelInfo(**fields)
-        send(0, Frame({"news": "loading", "what": info.aliases[0] if info.aliases else info.name}))
-        models.update(dict.fromkeys(info.names, loader.load(info)))
-    trainer = Trainer(models, choose_runner=loader.choose_runner, token_budget=start["token_budget"])
+    trainer = Trainer({}, choose_runner=loader.choose_runner, token_budget=start["token_budget"])
     sampler = Sampler(
-        models,
+        {},
         choose_decoder=partial(loader.choose_decoder, weight_format=start["decode_weights"]),
         max_rows=start["max_rows"],
         max_cache_tokens=start["max_cache_tokens"],
         adapters_bytes=start["adapters_bytes"],
     )
-    lora_sizes = {model.info.name: group_sizes(model.sites) for model in models.values()}
-    send(0, Frame({"news": "ready", "threads": threads, "device": str(device), "lora_sizes": lora_sizes}))
-    largest = max(sum(part.nbytes for part in model.module.parameters()) for model in models.values())
-    return Loop(trainer, sampler, send, moment_s(largest, device.type))
+    models = LoadedModels(loader.load, trainer, sampler, device.type, start["decode_weights"])
+    _load_first(models, start, send)
+    sizes = {"lora_sizes": models.lora_sizes, "models": models.sizes}
+    send(0, Frame({"news": "ready", "threads": threads, "device": str(device), **sizes}))
+    return Loop(trainer, sampler, send, models.moment_s, models)
 
 
-class ModelBackend(NamedTuple):
-    """How base models are loaded, trained and sampled: in this process alone, or in a gang."""
-
-    load: Callable[[ModelInfo], Model]
-    choose_runner: Callable[[Model], Runner]
-    choose_decoder: Callable[..., Decoder]
+def _load_first(models: LoadedModels, start: Mapping[str, Any], send: Send) -> None:
+    """Load the models that the start names. After a crash, one that cannot be loaded any more keeps no other away."""
+    for fields in start["models"]:
+        info = model_info(fields)
+        send(0, Frame({"news": "loading", "what": info.aliases[0] if info.aliases else info.name}))
+        try:
+            models.load(info)
+        except EngineFault as fault:
+            if not start.get("is_restart") or start.get("devices", 1) > 1:
+                raise
+            logger.error("%s", fault)
 
 
 def _one_process(start: Mapping[str, Any], device: Any) -> ModelBackend:

@@ -48,6 +48,11 @@ class AdapterCache:
             return next((cached for cached in reversed(self._weights) if cached[:2] == key[:2]), key)
         return key._replace(version=(status.st_ino, status.st_mtime_ns))
 
+    def forget(self, base: str) -> None:
+        """Drop the weights on a base model, which no request uses."""
+        for key in [key for key in self._weights if key.base == base]:
+            del self._weights[key]
+
     def has_room(self, used: Collection[WeightsKey]) -> bool:
         """Return whether the weights in use leave room for others."""
         return sum(size for key, (_, size) in self._weights.items() if key in used) < self._limit_bytes

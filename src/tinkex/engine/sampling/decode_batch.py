@@ -15,7 +15,7 @@ Axes: B rows of the batch, N some of the rows, K ranked tokens, T tokens, D mode
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -75,7 +75,7 @@ class ActiveSample:
     finished: dict[int, SequenceOutput] = field(default_factory=dict)
 
     @property
-    def prefix_key(self) -> Hashable:
+    def prefix_key(self) -> tuple[WeightsKey, str]:
         """Which prompts in the prefix cache this request may use.
 
         Only those of its own tenant, also with the base model: a result says how much of its prompt was cached, and a

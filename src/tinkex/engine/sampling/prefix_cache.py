@@ -9,7 +9,7 @@ Axes: V vocabulary.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import takewhile
 
 from torch import Tensor
@@ -70,6 +70,10 @@ class PrefixCache:
         if best is not None and longest >= MIN_PREFIX_TOKENS:
             prompt.cache, prompt.prefilled = best.cache.copy_prefix(longest), longest
         return prompt
+
+    def forget(self, is_unwanted: Callable[[CachedPrompt], bool]) -> None:
+        for name in [name for name, prompt in self._prompts.items() if is_unwanted(prompt)]:
+            del self._prompts[name]
 
     def insert(self, prompt: CachedPrompt) -> None:
         """Cache a prompt that is prefilled, and drop the least recently used ones above the limit."""

@@ -48,11 +48,12 @@ class Sampler:
         max_cache_tokens: int = 131072,
         adapters_bytes: int = 1 << 30,
     ) -> None:
-        """`models` has every name and alias. `choose_decoder` is called once for each model
+        """`models` has every name and alias; `add_model` adds others. `choose_decoder` is called once for each model
         (`runner_choice.choose_decoder`). A batch has `max_rows` rows, and more for tenants with few (`row_shares`).
         All batches together have at most `max_cache_tokens` tokens in their KV caches; the prefix cache has an eighth
         of that in addition."""
-        self._models = models
+        self._models = dict(models)
+        self._choose_decoder = choose_decoder
         self._decoders = {model: choose_decoder(model) for model in dict.fromkeys(models.values())}
         self._prefix_cache = PrefixCache(max_cache_tokens // 8)
         self._limits = RowLimits(max_rows, max_cache_tokens)
@@ -74,6 +75,23 @@ class Sampler:
         """What `_state` was when rows were filled last."""
         self._batches: OrderedDict[str, DecodeBatch] = OrderedDict()
         """By the base model's first name; the one whose turn is next first."""
+
+    def add_model(self, model: Model) -> None:
+        self._decoders[model] = self._choose_decoder(model)
+        self._models.update(dict.fromkeys(model.info.names, model))
+
+    def uses_model(self, name: str) -> bool:
+        """Whether a request for a model waits or runs."""
+        return name in self._queues or name in self._batches
+
+    def remove_model(self, name: str) -> None:
+        """Forget a model that nothing uses, and what was kept of it for later requests."""
+        if (model := self._models.get(name)) is not None:
+            self._models = {known: other for known, other in self._models.items() if other is not model}
+            del self._decoders[model]
+        self._adapters.forget(name)
+        self._prefix_cache.forget(lambda prompt: isinstance(prompt.key, tuple) and prompt.key[0].base == name)
+        self._tokenizers.pop(name, None)
 
     @property
     def has_work(self) -> bool:

@@ -38,13 +38,15 @@ Reply = tuple[int, Frame | Exception]
 class Trainer:
     """Holds the adapters in memory. Call `step` while it `has_work`.
 
-    `models` has every name and alias. `choose_runner` is called once for each model (`runner_choice.choose_runner`).
+    `models` has every name and alias; `add_model` adds others. `choose_runner` is called once for each model
+    (`runner_choice.choose_runner`).
     """
 
     def __init__(
         self, models: Mapping[str, Model], *, choose_runner: Callable[[Model], Runner], token_budget: int = 2048
     ) -> None:
-        self._models = models
+        self._models = dict(models)
+        self._choose_runner = choose_runner
         self._token_budget = token_budget
         self._runners = {model: choose_runner(model) for model in dict.fromkeys(models.values())}
         self.adapters: dict[str, Adapter] = {}
@@ -58,6 +60,22 @@ class Trainer:
         """The passes that have items in it."""
         self._batch_s = 0.0
         """Seconds that it has taken so far."""
+
+    # Base models
+
+    def add_model(self, model: Model) -> None:
+        self._runners[model] = self._choose_runner(model)
+        self._models.update(dict.fromkeys(model.info.names, model))
+
+    def uses_model(self, name: str) -> bool:
+        """Whether an adapter on a model is in memory."""
+        return any(adapter.model is self._models.get(name) for adapter in self.adapters.values())
+
+    def remove_model(self, name: str) -> None:
+        """Forget a model that nothing uses."""
+        if (model := self._models.get(name)) is not None:
+            self._models = {known: other for known, other in self._models.items() if other is not model}
+            del self._runners[model]
 
     @property
     def has_work(self) -> bool:

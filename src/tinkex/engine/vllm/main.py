@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tinkex.clock import REAL
-from tinkex.engine.contract import EngineFault, ModelInfo, ProofMissing, event_frame, first_line, read_sample
+from tinkex.engine.contract import EngineFault, ProofMissing, event_frame, first_line, model_info, read_sample
 from tinkex.engine.frames import Frame
 from tinkex.engine.process import main as process
 from tinkex.engine.process.loop import Inbox, Send
@@ -121,7 +121,7 @@ def _forward(inbox: Inbox, loop: asyncio.AbstractEventLoop, child: VllmCommands)
 
 async def _load(start: Mapping[str, Any], send: Send) -> VllmCommands:
     [fields] = start["models"]
-    model = ModelInfo(**{**fields, "aliases": tuple(fields["aliases"]), "end_tokens": tuple(fields["end_tokens"])})
+    model = model_info(fields)
     send(0, Frame({"news": "loading", "what": f"{model.name} in vLLM"}))
     is_cpu = _is_cpu(start["device"])
     _settle_environment(start, is_cpu=is_cpu)

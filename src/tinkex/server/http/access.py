@@ -19,13 +19,14 @@ from tinkex.server.http.errors import RequestRejected, bad_request, error_respon
 from tinkex.server.http.rejected_keys import RejectedKeys
 from tinkex.server.limits.ledger import Ledger
 from tinkex.server.upkeep.database_thread import Db
-from tinkex.settings import ServeConfig, is_loopback_host
+from tinkex.settings import KEYLESS, ServeConfig, is_loopback_host
 from tinkex.store.access import hash_key
 from tinkex.store.records import KeyRecord
 from tinkex.store.store import Store
 from tinkex.wire import endpoints
 
 LOCAL_TENANT = "local"
+NO_KEY = "No API key. Send it as X-API-Key or Authorization: Bearer; with the SDK, set TINKER_API_KEY."
 CACHE_S = 3.0
 """How long a key that was looked up is cached: a revoked one stops working after at most this time."""
 _MAX_CACHED_KEYS = 4096
@@ -37,19 +38,33 @@ _PATHS_WITH_KEY = ("/api/v1/", "/v1/", "/oai/api/v1/")
 _OPENAI_PATHS = ("/v1/", "/oai/")
 _PATHS_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/files/")
 """Load balancers ask for health without a key; links to files carry their own signature."""
+_PROXY_HEADERS = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
 _POLLS = frozenset(
     endpoint.path for endpoint in (endpoints.RETRIEVE_FUTURE, endpoints.RETRIEVE_FUTURES, endpoints.SESSION_HEARTBEAT)
 )
 
 
 class AccessControl:
-    def __init__(self, config: ServeConfig, store: Store, db: Db, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        store: Store,
+        db: Db,
+        clock: Clock,
+        *,
+        owner_key: str | None = None,
+        is_private: bool = False,
+    ) -> None:
+        """`owner_key`: of the data folder's owner, the tenant `local`. `is_private`: a request needs it or another."""
         self._store, self._db, self._clock = store, db, clock
         self.rejected_keys = RejectedKeys(clock)
         # One tenant per key, with a name that survives restarts and reveals no key.
-        self._configured = {digest: f"key-{digest[:12]}" for digest in map(hash_key, config.api_keys)}
+        self._configured = {digest: tenant_of(digest) for digest in map(hash_key, config.api_keys)}
         self._may_be_open = is_loopback_host(config.host)
-        self._has_keys = bool(self._configured)
+        self._has_keys = bool(self._configured) or is_private
+        if owner_key is not None:
+            self._configured[hash_key(owner_key)] = LOCAL_TENANT
+        self.last_request_at = clock.now()
         self._own_hosts = {config.host, (urlsplit(config.public_url or "").hostname or config.host).lower()}
         self._public_origin = _authority_of(config.public_url or "")
         self._counted_at: float | None = None
@@ -65,6 +80,7 @@ class AccessControl:
         A service without keys raises 403 for a request that a web page from elsewhere made a browser send.
         """
         headers = scope["headers"]
+        self.last_request_at = self._clock.now()
         if not await self.uses_keys():
             check_local(headers, self._own_hosts, self._public_origin)
             return LOCAL_TENANT
@@ -81,18 +97,33 @@ class AccessControl:
         if not await self.uses_keys():
             return LOCAL_TENANT
         if not key:
-            raise _unauthorised(
-                "No API key. Send it as X-API-Key or Authorization: Bearer; with the SDK, set TINKER_API_KEY."
-            )
+            raise _unauthorised(NO_KEY)
         if len(key) <= _MAX_KEY_CHARACTERS:
             digest = hash_key(key)
             if (tenant := self._configured_tenant(digest)) is not None:
                 return tenant
             if (stored := await self._stored(digest)) is not None:
                 return stored.tenant
+        if key == KEYLESS:  # what our client sends if none is set
+            raise _unauthorised(NO_KEY)
         raise _unauthorised(
             "This API key is unknown or was revoked. Create one with `tinkex key create` on the server."
         )
+
+    async def check_owner(self, scope: Scope, tenant: str) -> None:
+        """Raise 403 unless a request is from the service's owner: the tenant `local`.
+
+        Without keys everybody is that tenant. Then it is a program on this machine that comes here directly: behind a
+        proxy, whoever the proxy lets in would come from this machine.
+        """
+        if await self.uses_keys():
+            if tenant != LOCAL_TENANT:
+                raise _not_owner("a key of the tenant `local`, which `tinkex key create NAME --tenant local` makes")
+            return
+        address = scope["client"][0] if scope.get("client") else ""
+        is_proxied = any(name.lower() in _PROXY_HEADERS for name, _ in scope["headers"]) or self._public_origin
+        if is_proxied or not is_loopback_host(address):
+            raise _not_owner("a program on the service's machine, not through a proxy; or a key of the tenant `local`")
 
     async def uses_keys(self) -> bool:
         """Return whether a key is required. Once it is, it stays so: revoking the last key opens nothing."""
@@ -193,6 +224,11 @@ class AccessMiddleware:
         await self._app(scope, receive, send)
 
 
+def tenant_of(digest: str) -> str:
+    """Return the tenant of a key from the configuration, by its hash."""
+    return f"key-{digest[:12]}"
+
+
 Authority = tuple[str, int]
 """Host and port of an address."""
 _SENDERS = (b"host", b"origin")
@@ -265,6 +301,10 @@ def api_key_in(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         if name.lower() == b"authorization" and value[:7].lower() == b"bearer ":
             bearer = value[7:].decode("latin-1").strip() or None
     return bearer
+
+
+def _not_owner(what: str) -> RequestRejected:
+    return RequestRejected(403, f"Only the owner of this service may do that. It takes {what}.", "not_owner")
 
 
 def _unauthorised(detail: str) -> RequestRejected:

@@ -238,21 +238,9 @@ async def _check_loads(service: Service, tenant: str, model: ModelInfo, adapter:
     It takes memory as a run's adapter does: it has to fit, waits for room, and gives it back. One import at a time, so
     that those of one tenant do not push the runs of all others out.
     """
-    name, memory = f"import-{uuid4().hex}", service.worker.memory
     try:
-        await service.engine.ready()
-        size = adapter_bytes(service.engine.state.lora_sizes.get(model.name, {}), lora_of(adapter))
-        memory.check_size(service.ledger, size, f"An adapter of rank {adapter.rank} on {model.name}")
-        async with service.importing:
-            await memory.reserve(name, tenant, size)
-            try:
-                await _load_once(service, name, model, adapter, folder)
-            except OutOfMemory:
-                if not await memory.relieve(RELIEVED, name):
-                    raise
-                await _load_once(service, name, model, adapter, folder)
-            finally:
-                memory.release(name)
+        async with service.worker.models.use(model.name):
+            await _check_with_engine(service, tenant, model, adapter, folder)
     except EngineFault as error:
         if error.category != "user":
             raise RequestRejected(500, str(error), "engine_failed", "server") from None
@@ -261,6 +249,25 @@ async def _check_loads(service: Service, tenant: str, model: ModelInfo, adapter:
         raise RequestRejected(
             503, "The engine died while it loaded the adapter. Send it again.", "engine_died", "server"
         ) from None
+
+
+async def _check_with_engine(
+    service: Service, tenant: str, model: ModelInfo, adapter: AdapterUpload, folder: Path
+) -> None:
+    name, memory = f"import-{uuid4().hex}", service.worker.memory
+    await service.engine.ready()
+    size = adapter_bytes(service.engine.state.lora_sizes.get(model.name, {}), lora_of(adapter))
+    memory.check_size(service.ledger, size, f"An adapter of rank {adapter.rank} on {model.name}")
+    async with service.importing:
+        await memory.reserve(name, tenant, size)
+        try:
+            await _load_once(service, name, model, adapter, folder)
+        except OutOfMemory:
+            if not await memory.relieve(RELIEVED, name):
+                raise
+            await _load_once(service, name, model, adapter, folder)
+        finally:
+            memory.release(name)
 
 
 async def _load_once(service: Service, name: str, model: ModelInfo, adapter: AdapterUpload, folder: Path) -> None:

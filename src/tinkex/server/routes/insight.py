@@ -90,6 +90,8 @@ async def _state_of(service: Service, tenant: str) -> dict[str, Any]:
         "is_ready": engine.is_ready and worker.pause_reason is None,
         "reason": worker.pause_reason or "" if engine.is_ready else engine.reason or "The engine is starting.",
         "models": service.catalog.names,
+        "base_models": [worker.models.status(model) for model in service.catalog.models],
+        "base_model_budget_bytes": worker.models.budget_bytes,
         "queue": [_queued(service, row, engines) for row in own[:MAX_QUEUED_SHOWN]],
         "queued_operations": len(own),
         "queued_operations_of_others": worker.queued - len(own),

@@ -62,6 +62,7 @@ class ServiceGauges(Collector):
         yield GaugeMetricFamily("tinkex_engine_rss_bytes", "Memory of the engine's process.", float(state.rss_bytes))
         yield GaugeMetricFamily("tinkex_engine_adapters", "Adapters in the engine's memory.", len(worker.resident()))
         yield GaugeMetricFamily("tinkex_adapter_bytes", "Memory of these adapters.", float(worker.memory.used_bytes))
+        yield from model_metrics(service)
         yield GaugeMetricFamily("tinkex_operations_queued", "Operations not finished.", float(worker.queued))
         yield GaugeMetricFamily("tinkex_samples_queued", "Sequences waiting to be sampled.", float(sampling.queued))
         yield GaugeMetricFamily("tinkex_samples_running", "Sequences being sampled.", float(sampling.running))
@@ -83,6 +84,25 @@ class ServiceGauges(Collector):
             by_tenant.add_metric([tenant], waiting)
         by_tenant.add_metric([OTHER_TENANTS], max(others, 0))
         yield by_tenant
+
+
+def model_metrics(service: Service) -> Iterator[Metric]:
+    """Yield which of the offered base models are loaded, and what they take."""
+    loaded = GaugeMetricFamily(
+        "tinkex_base_model_loaded", "1 if the base model is in the engine's memory.", labels=["base_model"]
+    )
+    size = GaugeMetricFamily(
+        "tinkex_base_model_bytes", "Memory of the base model while it is loaded.", labels=["base_model"]
+    )
+    loads = CounterMetricFamily(
+        "tinkex_base_model_loads", "How often the base model was loaded after the start.", labels=["base_model"]
+    )
+    for model in service.catalog.models:
+        status = service.worker.models.status(model)
+        loaded.add_metric([model.name], float(status["is_loaded"]))
+        size.add_metric([model.name], status["size_bytes"] if status["is_loaded"] else 0)
+        loads.add_metric([model.name], status["loads"])
+    yield from (loaded, size, loads)
 
 
 def sampler_metrics(samplers: Mapping[str, EngineState]) -> Iterator[Metric]:

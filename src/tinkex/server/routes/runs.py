@@ -127,8 +127,10 @@ async def get_info(request: ApiRequest) -> Response:
     service = request.service
     run = await request.find_run(require_text(await request.read_json(), "model_id"), "model")
     info = views.run_info(run, service.catalog.get(run.base_model))
-    # An addition of ours: a client that lost its count (a crash, another process) continues after this number.
-    return json_response({**info, "last_seq_id": await service.db(service.store.last_seq, run.id)})
+    is_loaded = service.worker.models.name_of(run.base_model) in service.worker.models.loaded
+    # Additions of ours. A client that lost its count (a crash, another process) continues after the last number.
+    last_seq_id = await service.db(service.store.last_seq, run.id)
+    return json_response({**info, "is_base_model_loaded": is_loaded, "last_seq_id": last_seq_id})
 
 
 async def get_sampler(request: ApiRequest) -> Response:

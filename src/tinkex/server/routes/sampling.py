@@ -50,6 +50,7 @@ async def create_sampling_session(request: ApiRequest) -> Response:
             "Use another sampling_session_seq_id.",
             "conflict",
         )
+    service.worker.models.want(target.info.name)  # its first sample follows soon
     return json_response({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
 

@@ -17,6 +17,7 @@ from tinkex.server.routes import (
     futures,
     insight,
     logged,
+    offered_models,
     runs,
     sampling,
     sessions,
@@ -33,6 +34,7 @@ _MODULES: Final = (
     futures,
     insight,
     logged,
+    offered_models,
     runs,
     sampling,
     sessions,
@@ -75,4 +77,4 @@ def api_routes() -> list[Route]:
 
 def _pattern(path: str) -> str:
     """Let the ids that consist of several segments match slashes."""
-    return re.sub(r"\{(checkpoint_id|tokenizer)\}", r"{\1:path}", path)
+    return re.sub(r"\{(checkpoint_id|tokenizer|base_model)\}", r"{\1:path}", path)

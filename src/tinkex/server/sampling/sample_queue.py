@@ -36,6 +36,7 @@ from tinkex.server.sampling.completions import Completions
 from tinkex.server.sampling.finished_samples import FinishedSamples
 from tinkex.server.sampling.stream_buffer import StreamBuffer
 from tinkex.server.training.waiters import wait_in, wake
+from tinkex.server.upkeep.base_models import BaseModels
 from tinkex.server.upkeep.blob_calls import held, while_held
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.checksums import check_files
@@ -158,12 +159,14 @@ class Sampling:
         catalog: Catalog,
         metrics: Metrics,
         ledger: Ledger,
+        models: BaseModels,
         relieve: Callable[[int, str | None], Awaitable[int]],
     ) -> None:
-        """`relieve` evicts so many training runs from an engine that is out of memory, and returns how many left."""
+        """`models` loads base models. `relieve` evicts so many training runs from an engine that is out of memory, and
+        returns how many left."""
         self._config, self._clock, self._store, self._db = config, clock, store, db
         self._engine, self._catalog, self._metrics = engine, catalog, metrics
-        self._ledger, self._relieve = ledger, relieve
+        self._ledger, self._models, self._relieve = ledger, models, relieve
         self.new_id: Callable[[], str] = lambda: f"{PREFIX}{uuid4().hex}"
         """Names a sample. Where several servers sample, its name says which one has it."""
         self._queues: dict[str, deque[SampleJob]] = {}
@@ -301,6 +304,8 @@ class Sampling:
             return "paused_capacity", f"the engine is not ready: {state.reason}"
         if sample.job is None or sample.job.task is None:
             return "active", f"{self.queued} sequences are waiting, {self.running} are being sampled"
+        if reason := self._models.reason(sample.job.spec.base):
+            return "paused_capacity", reason
         return "active", "being sampled"
 
     def _settle(
@@ -419,7 +424,8 @@ class Sampling:
         """Return how many tokens were drawn; None if it failed."""
         try:
             sampling = partial(self._run_with_engine, job)
-            result = await while_held(self._db, self._store, self._clock, job.tenant, job.target.folder, sampling)
+            async with self._models.use(job.spec.base):
+                result = await while_held(self._db, self._store, self._clock, job.tenant, job.target.folder, sampling)
         except Exception as error:
             if not isinstance(error, (EngineFault, EngineDied)):
                 logger.error("a sample failed", exc_info=error)
@@ -433,6 +439,7 @@ class Sampling:
         while True:
             try:
                 await self._engine.ready()
+                await self._models.ensure(job.spec.base)
                 async with aclosing(self._engine.sample(replace(job.spec, tenant=job.tenant))) as events:  # type: ignore[type-var]
                     async for event in events:
                         if isinstance(event, Sampled):

@@ -41,6 +41,11 @@ class Tokenizers:
                 self._loaded[info.name] = ModelTokenizer(info.name, Path(info.folder), self._clock)
             return self._loaded[info.name]
 
+    def forget(self, name: str) -> None:
+        """Forget a model's tokenizer: another model may be offered under this name."""
+        with self._lock:
+            self._loaded.pop(name, None)
+
 
 class ModelTokenizer:
     def __init__(self, name: str, folder: Path, clock: Clock = REAL) -> None:

@@ -227,7 +227,7 @@ class Intake:
             raise bad_request(
                 f"Model {run.id} was unloaded. Create a new one, for example from a saved state.", "model_unloaded"
             )
-        if (reason := self._worker.unserved_reason(queue)) is not None:
+        if (reason := self._worker.reasons.unserved(queue)) is not None:
             raise bad_request(f"Model {run.id} cannot go on: {reason}.", "unknown_base_model")
 
     @staticmethod

@@ -117,6 +117,6 @@ def _has_negative(datum: Datum) -> bool:
 def _hash(parts: Iterable[bytes | memoryview]) -> str:
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(memoryview(part).nbytes.to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()

@@ -21,6 +21,7 @@ from tinkex.engine.contract import Engine, EngineDied, EngineFault, adapter_byte
 from tinkex.engine.frames import Frame
 from tinkex.server.training.adapter_memory import AdapterMemory
 from tinkex.server.training.run_queue import RunQueue
+from tinkex.server.upkeep.base_models import BaseModels
 from tinkex.server.upkeep.blob_calls import held, keep, payload
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.store.errors import DamagedBlob
@@ -86,8 +87,10 @@ def digest_of(kind: str, command: bytes, options: Mapping[str, Any]) -> str:
 
 
 class Residency:
-    def __init__(self, clock: Clock, store: Store, db: Db, engine: Engine, memory: AdapterMemory) -> None:
-        self._store, self._db, self._engine = store, db, engine
+    def __init__(
+        self, clock: Clock, store: Store, db: Db, engine: Engine, memory: AdapterMemory, models: BaseModels
+    ) -> None:
+        self._store, self._db, self._engine, self._models = store, db, engine, models
         self._clock, self._memory = clock, memory
         self._resident: dict[str, int] = {}
         """Run → the engine's generation that has its adapter."""
@@ -112,6 +115,7 @@ class Residency:
         if run is None:
             raise KeyError(run_id)
         queue.run = run
+        await self._models.ensure(run.base_model)
         await self._memory.reserve(run_id, run.tenant, self.size_of(run), may_wait=may_wait)
         started, generation = self._clock.now(), self._engine.state.generation
         try:

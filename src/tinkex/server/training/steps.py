@@ -25,8 +25,7 @@ def steps_of(
     """
     steps: list[dict[str, Any]] = []
     parts: list[OperationRecord] = []
-    waited_s = 0.0
-    free_at = None if before is None else before.finished_at
+    waited_s, free_at = 0.0, None if before is None else before.finished_at
     for row in operations:
         waited_s += _waited_s(row, free_at)
         free_at = row.finished_at or free_at

@@ -26,11 +26,12 @@ from tinkex.server.training.operation_runner import OperationRunner
 from tinkex.server.training.queued_work import QueuedWork
 from tinkex.server.training.residency import REPLAYED, Residency, set_aside
 from tinkex.server.training.run_homes import RunHomes
-from tinkex.server.training.run_queue import PendingOperation, RunQueue
+from tinkex.server.training.run_queue import PendingOperation, QueueReasons, RunQueue
 from tinkex.server.training.scheduler import Shares, choose
 from tinkex.server.training.stored_results import StoredResults
 from tinkex.server.training.until_stored import UntilStored
 from tinkex.server.training.waiters import OperationResult, Waiters
+from tinkex.server.upkeep.base_models import BaseModels
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.server.upkeep.machine import adapter_budget
@@ -62,7 +63,7 @@ class Worker:
         ledger: Ledger,
     ) -> None:
         self._config, self._clock, self._store, self._db, self._engine = config, clock, store, db, engine
-        self._waiters, self._metrics, self._catalog, self._quotas = waiters, metrics, catalog, quotas
+        self._waiters, self._metrics, self._quotas = waiters, metrics, quotas
         self.queued_work = QueuedWork(ledger)
         self._results = StoredResults(config, clock, store, db, ledger)
         self.memory = AdapterMemory(
@@ -73,7 +74,8 @@ class Worker:
             partial(self.evict, for_room=True),
             self.wake,
         )
-        self._residency = Residency(clock, store, db, engine, self.memory)
+        self.models = BaseModels(config, clock, engine, catalog, self._evict_model, self.wake)
+        self._residency = Residency(clock, store, db, engine, self.memory, self.models)
         runner = OperationRunner(clock, store, db, engine, self._residency, quotas)
         self._attempts = EngineAttempts(engine, self._residency, runner, self.memory)
         self._queues: dict[str, RunQueue] = {}
@@ -91,6 +93,7 @@ class Worker:
         self._shares = Shares()
         self._wake = asyncio.Event()
         self._paused: dict[str, str] = {}
+        self.reasons = QueueReasons(engine, catalog, self.models, self._paused)
         self._until_stored = UntilStored(clock, self)
         self._is_draining = False
 
@@ -121,26 +124,10 @@ class Worker:
 
     def queue_of(self, pending: PendingOperation) -> tuple[str, str]:
         """Return why an operation is not finished: its queue's state, and the reason."""
-        queue, engine = self._queues[pending.row.run_id], self._engine.state
-        if reason := next(iter(self._paused.values()), None) or self.unserved_reason(queue):
-            return "paused_capacity", reason
-        if not engine.is_ready:
-            return "paused_capacity", f"the engine is not ready: {engine.reason}"
-        if pending.waits_for:
-            return "paused_capacity", pending.waits_for
-        if queue.running is not pending:
-            if (missing := queue.missing(pending.row.seq_id)) is not None:
-                return "active", f"waits for operation {missing} of this run, which has not arrived"
-            if ahead := queue.ahead(pending.row.seq_id):
-                return "active", f"{ahead} operation{'s' if ahead > 1 else ''} of this run before it"
-        return "active", "running or next in line"
+        return self.reasons.of(self._queues[pending.row.run_id], pending)
 
-    def unserved_reason(self, queue: RunQueue) -> str | None:
-        """Return why a run cannot go on: the service may have been restarted without the run's base model."""
-        name = queue.run.base_model
-        if name in self._catalog.names:
-            return None
-        return f"its base model {name} is not served now; start the service with --base-model {name}, and it goes on"
+    def has_work_on(self, base_model: str) -> bool:
+        return any(self.models.name_of(self._queues[run_id].run.base_model) == base_model for run_id in self._active)
 
     def is_active(self, run_id: str) -> bool:
         """Whether a run has work. Reads nothing: `resume` loaded every queue that had some."""
@@ -210,7 +197,7 @@ class Worker:
                 await set_aside(self._db, self._store, self._clock.wall(), run_id, request_ids)
                 continue
             resumed += len(request_ids)
-            if (reason := self.unserved_reason(queue)) is not None:
+            if (reason := self.reasons.unserved(queue)) is not None:
                 logger.warning("operations of %s wait: %s", run_id, reason)
         return resumed
 
@@ -259,6 +246,7 @@ class Worker:
             del ready[row.run_id]
             queue = self._queues[row.run_id]
             queue.start(pending)
+            self.models.enter(queue.run.base_model)
             self._shares.charge(row.tenant, row.cost_tokens)
             task = asyncio.create_task(self._run(queue, pending), context=pending.context)
             self._tasks[task] = row.run_id
@@ -275,10 +263,12 @@ class Worker:
             if not queue.waiting:
                 self._active.discard(run_id)
                 continue
-            if self.unserved_reason(queue) or self.memory.must_wait(run_id, queue.run.tenant, first):
+            if self.reasons.unserved(queue) or self.memory.must_wait(run_id, queue.run.tenant, first):
                 continue
             head, again = queue.head(now, self._config.gap_s)
-            if head is not None:
+            if head is not None and not self.models.is_open(queue.run.base_model):
+                self.models.want(queue.run.base_model)  # it wakes the loop once it is there
+            elif head is not None:
                 heads[run_id] = head
             elif again is not None:
                 look_again = again if look_again is None else min(look_again, again)
@@ -312,6 +302,7 @@ class Worker:
             return
         finally:
             queue.running = None
+            self.models.leave(queue.run.base_model)
             self._pending.pop(row.request_id, None)
             self.memory.notify()
             self.queued_work.finished(pending)
@@ -419,6 +410,11 @@ class Worker:
         queue.forget(0)
         return True
 
+    async def _evict_model(self, name: str) -> bool:
+        """Evict the runs on a base model, which is about to leave the engine. Return whether none is there."""
+        bases = {run_id: self.models.name_of(queue.run.base_model) for run_id, queue in self._queues.items()}
+        return all([await self.evict(run_id, for_room=True) for run_id in self.resident() if bases.get(run_id) == name])
+
     def forget_idle_queues(self) -> int:
         """Forget the queues of runs that are not in the engine and were not used lately; the journal has them."""
         since = self._clock.now() - self._config.idle_session_s
@@ -497,4 +493,5 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.models.close()
         self._waiters.wake_all()

@@ -62,6 +62,13 @@ def service_state(state: State, request: Request) -> Any:
     return {"version": "testing", "tenant": "local", "is_ready": True, "models": list(state.config.base_models)}
 
 
+def offer_model(state: State, request: Request) -> Any:
+    return {"model_name": request.json["name"]}
+
+
+withdraw_model = _always(None)
+
+
 def telemetry(state: State, request: Request) -> Any:
     state.telemetry.append(request.json)
     return {"status": "accepted"}

@@ -104,6 +104,17 @@ def get_service_state(world: World, call: Call) -> None:
     assert state.is_ready and world.model in state.models and state.checkpoints > 0, state
 
 
+@probe("RestClient.offer_model", "RestClient.withdraw_model")
+def offer_model(world: World, call: Call) -> None:
+    if "offer" in call.name:
+        assert call(world.rest, world.model).model_name == world.model
+    else:
+        try:
+            call(world.rest, "never-offered")
+        except Exception as error:
+            assert "is not known" in str(error), error
+
+
 @probe("RestClient.list_failed_operations")
 def list_failed_operations(world: World, call: Call) -> None:
     training = world.new_training()

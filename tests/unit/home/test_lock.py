@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tinkex.errors import ConfigError
-from tinkex.store.lock import FileLock
+from tinkex.home.lock import FileLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from tinkex.store.lock import FileLock
+from tinkex.home.lock import FileLock
 with FileLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
