@@ -38,7 +38,7 @@ from tinkex.server.service import Service
 from tinkex.server.training.intake import Intake
 from tinkex.server.training.waiters import Waiters
 from tinkex.server.training.worker import Worker
-from tinkex.server.upkeep.base_models import first_models, fixed_reason
+from tinkex.server.upkeep.base_models import first_models, models_offered_before
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.database_thread import Db
 from tinkex.server.upkeep.home import SharedHome, home_of
@@ -121,28 +121,12 @@ def serve(
                     if home is not None:
                         home.adopt_runs(store)
                     models = [resolve(name, config.cache_dir, progress=progress) for name in names]
-                    models += _offered_before(config, store, models)
+                    models += models_offered_before(config, store, models)
                     ready = partial(_tell_ready, needs_key, home, on_ready)
                     asyncio.run(_run(config, models, store, lease, sock, tls, home, ready))
             finally:
                 store.close()
     return 0
-
-
-def _offered_before(config: ServeConfig, store: Store, named: list[ModelInfo]) -> Iterator[ModelInfo]:
-    """Yield the base models that the owner offered while an earlier server ran, as far as they are still there."""
-    if fixed_reason(config) is not None:
-        return
-    taken = {name for model in named for name in model.names}
-    for name, source in store.offered_models():
-        try:
-            model = resolve(source, config.cache_dir, may_download=False)
-        except ConfigError as error:
-            logger.warning("base model %s, which was offered before, is not offered now: %s", name, error)
-            continue
-        if not taken & set(model.names):
-            taken |= set(model.names)
-            yield model
 
 
 def _data_lock(config: ServeConfig, address: str) -> AbstractContextManager[object]:

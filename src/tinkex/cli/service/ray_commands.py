@@ -41,7 +41,7 @@ def add_to(group: CommandParser) -> None:
     up = group.add_command(
         "up", start, "have Ray run the servers of a cluster",
         "tinkex cluster up --train 4xGPU:1 --fronts 2 --base-model Qwen/Qwen3-8B --blobs s3://tinkex",
-        "tinkex cluster up --train 2xGPU:1 --sample 6xGPU:1 --sampler vllm --base-model Qwen/Qwen3-8B --blobs s3://tinkex",
+        "tinkex cluster up --train 2xGPU:1 --sample 6xGPU:1 --sampler vllm --blobs s3://tinkex",
         "tinkex cluster up --ray 10.0.0.5:6379 --train 2xCPU:4 --data-dir /shared/tinkex",
         more=MORE_UP,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from typing import Any
 from tinkex.clock import Clock
 from tinkex.engine.contract import Engine, EngineDied, EngineFault, EngineUnusable, ModelInfo, OutOfMemory
 from tinkex.engine.frames import Frame
+from tinkex.engine.models.registry import resolve
 from tinkex.errors import ConfigError
 from tinkex.server.upkeep.catalog import Catalog
 from tinkex.server.upkeep.machine import memory_bytes
 from tinkex.settings import ServeConfig
+from tinkex.store.store import Store
 
 logger = logging.getLogger("tinkex.server")
 
@@ -53,6 +55,22 @@ def fixed_reason(config: ServeConfig) -> str | None:
         "on servers that share a database": config.is_clustered,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def models_offered_before(config: ServeConfig, store: Store, named: list[ModelInfo]) -> Iterator[ModelInfo]:
+    """Yield the base models that the owner offered while an earlier server ran, as far as they are still there."""
+    if fixed_reason(config) is not None:
+        return
+    taken = {name for model in named for name in model.names}
+    for name, source in store.offered_models():
+        try:
+            model = resolve(source, config.cache_dir, may_download=False)
+        except ConfigError as error:
+            logger.warning("base model %s, which was offered before, is not offered now: %s", name, error)
+            continue
+        if not taken & set(model.names):
+            taken |= set(model.names)
+            yield model
 
 
 def size_estimate(config: ServeConfig, info: ModelInfo) -> int:
