@@ -324,9 +324,6 @@ class TrainingClient(BaseClient):
         row = metrics_row(metrics, step, self._queue.next_seq_id - 1, link.clock.wall())
         self._log.add(link, "metrics", row)
 
-    async def log_metrics_async(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.log_metrics(metrics, step)
-
     def log_sample(
         self,
         prompt: str,
@@ -340,17 +337,6 @@ class TrainingClient(BaseClient):
         link = self._session.link()
         self._log.add(link, "sample", sample_row(prompt, text, reward, step, metadata or {}, link.clock.wall()))
 
-    async def log_sample_async(
-        self,
-        prompt: str,
-        text: str,
-        reward: float | None = None,
-        *,
-        step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.log_sample(prompt, text, reward, step=step, metadata=metadata)
-
     def _keep_locally(self, kind: str, row: Mapping[str, Any]) -> None:
         """Write a line to `metrics_file`, and send nothing. `tinkex.progress` keeps its steps so."""
         self._log.file.write({"kind": kind, **row})
@@ -363,9 +349,6 @@ class TrainingClient(BaseClient):
     def flush_metrics(self, timeout: float = FLUSH_S) -> None:
         """Wait until the service has what was logged, or so many seconds. `ServiceClient.close()` does it too."""
         self._log.finish(timeout)
-
-    async def flush_metrics_async(self, timeout: float = FLUSH_S) -> None:
-        await self._log.finish_async(timeout)
 
     # -- about the model --------------------------------------------------------------------------------------------
 

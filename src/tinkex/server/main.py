@@ -364,13 +364,19 @@ def _member_of(service: Service) -> ClusterMember | None:
     return ClusterMember(service)
 
 
+def _used_at(service: Service) -> float:
+    """Return when something last used the service. Work that it has accepted is use: its program may have ended."""
+    is_working = bool(service.worker.queued or service.sampling.running)
+    return service.clock.now() if is_working else service.access.last_request_at
+
+
 def _background(
     service: Service, member: ClusterMember | None, home: SharedHome | None
 ) -> Iterator[Coroutine[Any, Any, None]]:
     """Yield what runs as long as the service does. The service stops when one of them ends."""
     yield service.worker.run()
     if home is not None and home.ends_unused:
-        yield home.until_unused(lambda: service.access.last_request_at)
+        yield home.until_unused(partial(_used_at, service))
     if member is not None:
         yield member.run()
     if not service.config.no_engine:

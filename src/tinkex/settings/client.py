@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tinkex.errors import ConfigError
-from tinkex.settings.folders import cache_dir, data_dir, home_folder
+from tinkex.settings.folders import cache_dir, home_folder
 from tinkex.settings.setting import Setting, Sourced, as_float, check_names, count, gather, unchanged
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
@@ -78,7 +78,7 @@ def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Confi
     if not merged.get("api_key"):
         merged["api_key"] = _key_from(command) or _stored_key() or _keyless(merged["base_url"], environ)
     merged.setdefault("cache_dir", str(cache_dir(environ)))
-    merged.setdefault("metrics_dir", str(data_dir(environ) / "metrics"))
+    merged.setdefault("metrics_dir", str(home_folder(environ) / "metrics"))
     return Config(**merged)
 
 

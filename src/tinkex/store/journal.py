@@ -30,7 +30,7 @@ _STEP_BEFORE = (
         operations.c.run_id == bindparam("run"),
         operations.c.seq_id < bindparam("last"),
         operations.c.kind == "optim_step",
-        operations.c.state == "done",
+        operations.c.state != "queued",  # one that failed ended its step too
     )
     .order_by(operations.c.seq_id.desc())
     .limit(1)

@@ -36,6 +36,8 @@ RunOrder = Literal["created", "last_request", "name", "steps", "loss"]
 Archived = Literal["no", "only", "all"]
 RUNNING_S = 60.0
 """How long a run counts as running after an operation: a program that samples between its steps trains all the same."""
+MOST_WORDS = 16
+"""Words of a search that count: each looks at all runs of the tenant."""
 MOST_CANDIDATES = 10
 """Runs that an error names when the beginning of an id is that of several."""
 
@@ -210,7 +212,7 @@ def _conditions(which: RunFilter, now: float) -> Iterable[ColumnElement[bool]]:
     if which.tag is not None:
         yield func.lower(tags).contains(orjson.dumps(safe_text(which.tag.lower())).decode(), autoescape=True)
     everything = func.lower(func.coalesce(runs.c.name, "") + "\n" + runs.c.id + "\n" + runs.c.base_model + "\n" + tags)
-    for word in safe_text(which.words.lower()).split():
+    for word in safe_text(which.words.lower()).split()[:MOST_WORDS]:
         yield everything.contains(word, autoescape=True)
     if which.status is not None:
         yield status_of(now) == which.status

@@ -281,7 +281,7 @@ class Progress:
             if self._trackers is not None:
                 await asyncio.to_thread(self._trackers.close)
             if error is None:
-                await self._training.flush_metrics_async()
+                await asyncio.to_thread(self._training.flush_metrics)
                 self._raise_failure()
 
     # -- private ----------------------------------------------------------------------------------------------------

@@ -185,10 +185,10 @@ def test_odd_ids_in_a_url_are_just_not_found(alice: Raw, run: Run, part: str) ->
     for row in endpoints.ALL:
         if "{" not in row.path:
             continue
-        fill = dict.fromkeys(("session_id", "sampler_id", "checkpoint_id", "tokenizer", "file"), part)
+        fill = dict.fromkeys(("session_id", "sampler_id", "checkpoint_id", "tokenizer", "file", "base_model"), part)
         for run_id in {part, run.id if "{checkpoint_id}" in row.path else part}:
             answer = alice.ask(row.method, row.path.format(run_id=run_id, **fill), b"{}")
-            check_refused(alice, answer, r"not known|no (GET|POST|PUT|PATCH|DELETE)|does not support")
+            check_refused(alice, answer, r"not known|no (GET|POST|PUT|PATCH|DELETE)|does not support|Only the owner")
 
 
 # ── Sampling
@@ -550,7 +550,7 @@ def test_an_unknown_path_is_404_and_a_wrong_method_405(alice: Raw) -> None:
 
 def test_no_endpoint_fails_on_an_empty_object(alice: Raw, run: Run) -> None:
     """Whatever it makes of it: never a 5xx, never a 409."""
-    parts = dict.fromkeys(("session_id", "sampler_id", "run_id", "tokenizer", "file"), "x")
+    parts = dict.fromkeys(("session_id", "sampler_id", "run_id", "tokenizer", "file", "base_model"), "x")
     for row in endpoints.ALL:
         if row is endpoints.REVOKE_KEY:
             continue

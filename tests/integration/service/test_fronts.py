@@ -270,7 +270,7 @@ def test_what_needs_a_model_goes_to_a_node_that_has_it(cluster: Cluster) -> None
         run_id = client.done("create_model", {**session, "base_model": OTHER})["model_id"]
         assert cluster.home_of(run_id) is home
         unknown = client.post("/v1/completions", {"model": "nobodys", "prompt": "x"})
-        assert unknown.status == 404 and "not served" in unknown.json["error"]["message"]
+        assert unknown.status == 404 and "not known" in unknown.json["error"]["message"]
     assert near.url != home.url
 
 

@@ -167,6 +167,8 @@ def test_a_run_is_renamed_tagged_archived_and_deleted(page: Browser, stage: Stag
     page.wait_text("final answer is deleted.", "#status")
     page.wait(lambda: page.run("return location.hash") == "#/runs", "the list")
     assert "detail" in ask(stage.url, f"/api/v1/training_runs/{training.model_id}")
+    # A poll of the page may have been under way.
+    assert [line for line in page.complaints() if "404" not in line] == []
 
 
 # ── A run

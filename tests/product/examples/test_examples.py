@@ -23,8 +23,8 @@ SERVICE_LINE = 'tinkex.ServiceClient() if "TINKER_BASE_URL" in os.environ else t
 
 
 def change(name: str, text: str) -> tuple[float, float]:
-    """The first and the last value in the last line of a progress: `loss 6.12 → 2.86`."""
-    found = re.search(rf"steps · .*{name} (-?[\d.e-]+) → (-?[\d.e-]+)", text)
+    """The first and the last value in the last line of a progress: `loss per token 6.12 → 2.86`."""
+    found = re.search(rf"steps · .*{name}(?: per token)? (-?[\d.e-]+) → (-?[\d.e-]+)", text)
     assert found, text
     return float(found[1]), float(found[2])
 

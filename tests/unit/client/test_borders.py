@@ -52,7 +52,7 @@ def test_nothing_outside_the_client_imports_its_private_modules() -> None:
 
 def test_nothing_outside_the_client_touches_private_attributes_of_its_objects() -> None:
     private = re.compile(r"(?<!self)\._(session|operation|sampling|sampling_session_id|queue|link|core|is_observed)\b")
-    rooms = ("cli", "watch", "demo", "terminal", "as_tinker", "local_service.py", "__init__.py")
+    rooms = ("cli", "watch", "demo", "terminal", "as_tinker", "local_service", "__init__.py")
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for room in rooms

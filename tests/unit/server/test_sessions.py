@@ -236,6 +236,7 @@ def test_the_telemetry_log_stays_small(served: Served, monkeypatch: pytest.Monke
 def test_every_endpoint_returns_404_for_unknown_ids(served: Served) -> None:
     named = [row for row in endpoints.ALL if "{" in row.path]
     parts = {"run_id": "r", "checkpoint_id": "weights/x", "session_id": "s", "sampler_id": "x", "tokenizer": "a/b"}
+    parts["base_model"] = "a/b"
     for row in named:
         path = row.path.format(**parts, file="tokenizer.json")
         answer = served.ask(row.method, path, {} if row.method in ("POST", "PUT") else None)

@@ -91,14 +91,20 @@ class RunLog:
             self._waiting.append(record)
             self._waiting_bytes += record.size
             self._drop_oldest()
-            if self._sending is None:
-                operation = Operation("log_metrics", link.clock.now())
-                self._sending = link.run(operation, lambda: self._send_all(link, operation))
+            self._start(link)
         _logs.add(self)
+
+    def _start(self, link: ServiceLink) -> None:
+        """Begin to send, if nothing does. Call it with the lock."""
+        if self._sending is None:
+            operation = Operation("log_metrics", link.clock.now())
+            self._sending = link.run(operation, lambda: self._send_all(link, operation))
 
     def flush(self) -> APIFuture[None] | None:
         """Send what waits without a pause. Returns the future of that; None if nothing waits."""
         with self._lock:
+            if self._link is not None and (self._batch or self._waiting) and not self._is_kept_here:
+                self._start(self._link)  # what an outage left behind
             if self._sending is not None and self._link is not None:
                 self._is_hurried = True
                 self._link.loop.post(self._wake)

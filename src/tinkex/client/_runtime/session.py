@@ -190,8 +190,7 @@ async def _finish(core: _Core, link: ServiceLink, operation: Operation, status: 
     try:
         for run_log in core.run_logs:
             run_log.flush()  # all of them send at once
-        for run_log in core.run_logs:
-            await run_log.finish_async(FLUSH_S)
+        await asyncio.gather(*(run_log.finish_async(FLUSH_S) for run_log in core.run_logs))
         if core.session_id is not None:
             path = endpoints.FINISH_SESSION.url(session_id=core.session_id)
             body = requests.finish_session(status, detail)

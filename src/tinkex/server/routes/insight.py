@@ -28,8 +28,8 @@ async def run_steps(request: ApiRequest) -> Response:
     run = await request.find_run(request.path_params["run_id"])
     try:
         after = min(max(int(request.query_params.get("after_seq_id", -1)), -1), MAX_SEQ)
-        before = min(int(request.query_params.get("before_seq_id", MAX_SEQ + 1)), MAX_SEQ + 1)
-        most_steps = max(int(request.query_params.get("most_steps", MAX_OPERATIONS)), 1)
+        before = min(max(int(request.query_params.get("before_seq_id", MAX_SEQ + 1)), 0), MAX_SEQ + 1)
+        most_steps = min(max(int(request.query_params.get("most_steps", MAX_OPERATIONS)), 1), MAX_OPERATIONS)
     except ValueError:
         raise bad_request("after_seq_id, before_seq_id and most_steps must be whole numbers.", "bad_page") from None
     is_active = service.worker.is_active(run.id)  # before the rows: a client that reads "idle" has read all steps

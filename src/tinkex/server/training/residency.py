@@ -116,6 +116,7 @@ class Residency:
             raise KeyError(run_id)
         queue.run = run
         await self._models.ensure(run.base_model)
+        self._check_new(queue, run)
         await self._memory.reserve(run_id, run.tenant, self.size_of(run), may_wait=may_wait)
         started, generation = self._clock.now(), self._engine.state.generation
         try:
@@ -125,6 +126,16 @@ class Residency:
             raise
         self._resident[run_id] = generation
         self._memory.loaded(run_id, self._clock.now() - started)
+
+    def _check_new(self, queue: RunQueue, run: RunRecord) -> None:
+        """Reject a run that is too large for the budget. When it was accepted, its base model may not have been loaded
+        yet, and nobody knew its size. A run that has trained stays: the budget may have been larger then."""
+        size, budget = self.size_of(run), self._memory.budget_bytes
+        if size > budget and run.snapshot is None and queue.started_up_to <= 0:
+            raise EngineFault(
+                f"An adapter of rank {run.rank} on {run.base_model} takes {-(-size // 10**6)} MB, more than the "
+                f"{budget // 10**6} MB of --adapter-memory-mb. Use a lower rank, or train fewer layers."
+            )
 
     def size_of(self, run: RunRecord) -> int:
         """Return the bytes of a run's adapter in the engine; 0 until an engine has said how large its layers are."""

@@ -301,7 +301,7 @@ class BaseModels:
             try:
                 reply = await self._ask_engine(info)
             except (EngineFault, EngineDied) as error:
-                failure = self._note_failure(info.name, str(error))
+                failure = self._note_failure(info.name, str(error).replace(info.folder, info.name))  # tenants see it
                 logger.error("%s", failure)
                 raise EngineFault(failure, "server") from None
             finally:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import orjson
-from sqlalchemy import Connection, Row, Table, func, insert, select
+from sqlalchemy import Connection, Row, Table, func, insert, or_, select
 
 from tinkex.store.database import Database, bounded
 from tinkex.store.tables import remembered_responses, run_metrics, run_samples, runs
 
+PAGE_BYTES = 4 << 20
+"""Of one page: it becomes Python objects and JSON at once."""
 ROW_BYTES = 50
 """What a row takes besides its JSON, about."""
 
@@ -69,9 +71,14 @@ class LoggedStore(Database):
         return self._after(run_samples, run_id, after, limit)
 
     def _after(self, table: Table, run_id: str, after: int, limit: int) -> list[Row[Any]]:
-        query = select(table).where(table.c.run_id == run_id, table.c.number > bounded(after))
+        """Return rows, at most `PAGE_BYTES` of them, and at least one if there is one."""
+        of_run, after = table.c.run_id == run_id, bounded(after)
         with self._read() as connection:
-            return list(connection.execute(query.order_by(table.c.number).limit(bounded(limit))))
+            before = select(func.max(table.c.bytes_so_far)).where(of_run, table.c.number <= after)
+            end = (connection.scalar(before) or 0) + PAGE_BYTES
+            fits = or_(table.c.bytes_so_far <= end, table.c.number == after + 1)
+            query = select(table).where(of_run, table.c.number > after, fits).order_by(table.c.number)
+            return list(connection.execute(query.limit(bounded(limit))))
 
 
 def delete_logged(connection: Connection, run_id: str) -> None:

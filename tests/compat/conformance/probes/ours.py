@@ -98,6 +98,28 @@ def get_run_metrics(world: World, call: Call) -> None:
         assert [entry.metrics for entry in found.entries] == [{"reward": 0.5}], found
 
 
+@probe(
+    "RestClient.find_run", "RestClient.rename_run", "RestClient.tag_run", "RestClient.archive_run",
+    "RestClient.delete_run", "RestClient.has_run_records",
+)  # fmt: skip
+def run_records(world: World, call: Call) -> None:
+    training = world.new_training()
+    run_id = training.model_id
+    if "has_run_records" in call.name:
+        assert call(world.rest) is True
+    elif "find" in call.name:
+        assert call(world.rest, run_id).training_run_id == run_id
+    elif "rename" in call.name:
+        assert call(world.rest, run_id, "probe").name == "probe"
+    elif "tag" in call.name:
+        assert call(world.rest, run_id, ["kept"]).tags == ["kept"]
+    elif "archive" in call.name:
+        assert call(world.rest, run_id).archived_at is not None
+    else:
+        call(world.rest, run_id, True)
+        assert isinstance(world.rest.get_training_run(run_id).exception(60), world.T.NotFoundError)
+
+
 @probe("RestClient.get_service_state")
 def get_service_state(world: World, call: Call) -> None:
     state = call(world.rest)
