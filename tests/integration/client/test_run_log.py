@@ -48,6 +48,18 @@ def test_closing_sends_what_was_logged_last(proto_service: ScriptedService, conn
     assert logged(connect(proto_service), training) == [{"reward": 1.0}]
 
 
+def test_what_an_outage_left_behind_is_sent_at_the_end(proto_service: ScriptedService, connect: Connect) -> None:
+    for attempt in (1, 2):
+        proto_service.script.on("log_metrics", nth=attempt, do=Status(503))
+    client = connect(proto_service, max_retries=2)
+    training = client.create_lora_training_client(MODEL)
+    training.log_metrics({"reward": 1.0})
+    training.flush_metrics(20)
+    assert len(proto_service.requests_to("log_metrics")) == 2 and logged(client, training) == []
+    client.close().result(20)
+    assert logged(connect(proto_service), training) == [{"reward": 1.0}]
+
+
 def test_a_service_that_keeps_none_is_sent_none_and_the_file_has_all(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:

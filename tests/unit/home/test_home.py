@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.server.fake_engine import FakeEngine
+from tests.unit.server.test_worker import done, new_run, running, scenario, step
 from tinkex.clock import Clock
 from tinkex.home.lock import FileLock, holder_pid
 from tinkex.home.owner_key import KEY_FILE, read_key
 from tinkex.home.running import SERVICE_FILE, RunningService, remove_service, running_service, write_service
 from tinkex.home.users import USERS, UserLock, user_pids
+from tinkex.server.main import _used_at
 from tinkex.server.upkeep.home import SharedHome
 from tinkex.settings import ServeConfig
 
@@ -155,3 +158,18 @@ def test_the_key_of_the_owner_stays_the_same(tmp_path: Path) -> None:
         assert SharedHome(config, "http://127.0.0.1:1", QuickClock()).key == key == read_key(tmp_path)
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o077 == 0
     assert holder_pid(tmp_path) is None
+
+
+@scenario
+async def test_a_service_is_used_while_it_works_for_a_program_that_has_gone(tmp_path: Path) -> None:
+    """Twenty seconds after its last user it ended, and what that had sent ahead waited for the next start."""
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as served:
+        queue = await new_run(served)
+        assert _used_at(served) == served.access.last_request_at
+        engine.gate.clear()
+        waiting = await step(served, queue, 1, 0.5)
+        assert _used_at(served) > served.access.last_request_at
+        engine.gate.set()
+        await done(served, waiting)
+        assert _used_at(served) == served.access.last_request_at

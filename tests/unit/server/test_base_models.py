@@ -38,12 +38,13 @@ class ShelfEngine(FakeEngine):
         self.bases: dict[str, str] = {}
         self.broken: dict[str, Exception] = {}
         self.loads: list[str] = []
+        self.lora_sizes: dict[str, int] = {}
         self.may_load = asyncio.Event()
         self.may_load.set()
 
     @property
     def state(self) -> EngineState:
-        return replace(super().state, models=dict(self.models))
+        return replace(super().state, models=dict(self.models), lora_sizes=dict.fromkeys(self.models, self.lora_sizes))
 
     async def run(self, command: Any, *, tenant: str = "") -> Any:
         if not isinstance(command, bytes) and command.head["op"] == "load_model":
@@ -182,13 +183,14 @@ SPEC = SampleSpec(base="b", prompt=(1,), max_tokens=2)
 @scenario
 async def test_a_model_that_cannot_be_loaded_fails_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
     engine = ShelfEngine("a")
-    engine.broken["b"] = EngineFault("its weights are missing", "server")
+    engine.broken["b"] = EngineFault("/b/weights: its weights are missing", "server")
     async with serving(tmp_path, engine, room=2) as service:
         first, _ = await create(service, "a", "one")
         _, outcome = await create(service, "b", "two")
         assert outcome.category == "server"
         assert outcome.error is not None and "Base model b could not be loaded" in outcome.error
-        assert "its weights are missing" in outcome.error
+        assert "b/weights: its weights are missing" in outcome.error
+        assert "/b/" not in outcome.error, "tenants do not see where the owner's folder is"
         sample = service.sampling.submit("t", "s", await service.sampling.open("t", base_model="b"), SPEC, None, None)
         await service.sampling.wait(sample, 10)
         assert sample.error is not None and "could not be loaded" in sample.error[0]
@@ -198,6 +200,18 @@ async def test_a_model_that_cannot_be_loaded_fails_what_needs_it_and_nothing_els
         service.worker.models._use_of("b").failed_at -= base_models.FAILED_S
         _, outcome = await create(service, "b", "three")
         assert outcome.error is None
+
+
+@scenario
+async def test_an_adapter_that_is_too_large_is_rejected_although_its_model_was_not_loaded(tmp_path: Path) -> None:
+    """Before it is loaded nobody knows how large its layers are: the check when a run is accepted lets all pass."""
+    engine = ShelfEngine("a")
+    engine.lora_sizes = {"train_attn": MB, "train_mlp": 0, "train_unembed": 0}
+    async with serving(tmp_path, engine, room=2, adapter_memory_mb=4) as service:
+        _, outcome = await create(service, "b", "one")
+        assert outcome.category == "user"
+        assert outcome.error is not None and "--adapter-memory-mb" in outcome.error
+        assert not engine.adapters
 
 
 @scenario

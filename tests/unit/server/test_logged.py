@@ -15,6 +15,7 @@ from tinkex.server.http.errors import RequestRejected
 from tinkex.server.http.requests import ApiRequest
 from tinkex.server.routes import logged
 from tinkex.server.service import Service
+from tinkex.store.runs import logged_store
 from tinkex.store.runs.logged_store import delete_logged
 
 
@@ -59,6 +60,24 @@ async def test_a_retried_request_adds_nothing(tmp_path: Path) -> None:
         ] == [2]
         assert (await ask(service, "run_metrics", run_id, query="after=9"))["next"] == 9
         assert len((await ask(service, "run_samples", run_id))["samples"]) == 1
+
+
+@scenario
+async def test_a_page_has_so_many_bytes_at_most_and_none_is_skipped(tmp_path: Path) -> None:
+    """Ten thousand entries of five hundred numbers would be hundreds of megabytes of objects at once."""
+    async with running(tmp_path, FakeEngine()) as service:
+        run_id = (await new_run(service)).run.id
+        await ask(service, "log_metrics", run_id, {"entries": [entry(**{"x" * 200: step}) for step in range(7)]})
+        after, pages = 0, []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logged_store, "PAGE_BYTES", 700)
+            while page := (await ask(service, "run_metrics", run_id, query=f"after={after}"))["entries"]:
+                pages.append([row["number"] for row in page])
+                after = page[-1]["number"]
+            assert [number for page in pages for number in page] == list(range(1, 8))
+            assert 1 < max(map(len, pages)) < 7
+            patch.setattr(logged_store, "PAGE_BYTES", 1)
+            assert len((await ask(service, "run_metrics", run_id))["entries"]) == 1, "one in any case"
 
 
 @scenario

@@ -152,6 +152,10 @@ def test_a_step_is_counted_with_the_loss_of_its_own_passes(started: Store, add: 
         end(operation(6))
     found = started.get_run("s:train:0")
     assert found is not None and (found.steps, found.loss) == (3, 3.0), "a step counts once"
+    end(add(8, kind="forward_backward"), loss=10.0)
+    started.fail(add(9).request_id, at=20.0, error="bad rate", category="user")
+    end(add(10, kind="forward_backward"), loss=1.0)
+    assert end(add(11)) == (4, 1.0), "a step that failed is over, as in the curve"
 
 
 def test_a_deleted_run_leaves_nothing_behind_and_others_alone(started: Store, add: Add) -> None:
