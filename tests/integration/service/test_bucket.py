@@ -104,7 +104,7 @@ def test_a_run_and_a_checkpoint_survive_the_loss_of_their_machine(
     assert bucket_server.access["secret_access_key"] not in log
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_at_another_node_that_has_only_database_and_bucket(
     expected: dict[str, bytes], bucket_server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
